@@ -1,0 +1,49 @@
+"""LevAttention: the keys that can ever receive a large attention weight, and attention on them.
+
+The flow is keys -> scores -> universal set -> attention, or heavy queries. A scorer (`scorers`) turns the keys of a
+head into scores that bound each key's sensitivity, the largest attention weight any query can give it;
+`universal_set` keeps the keys whose score reaches ε, or the k best.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# Public name -> the module it lives in. Nothing is imported until it is asked for.
+_HOME = {
+    "ConvergenceError": "errors",
+    "Gram": "gram",
+    "Power": "losses",
+    "UniversalSet": "universal",
+    "leverage_scores": "scorers.leverage",
+    "universal_set": "universal",
+    "witness": "scorers.leverage",
+}
+_MODULES = ("adversary", "scorers")
+
+__all__ = [*_HOME, *_MODULES]
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from levattention import adversary as adversary
+    from levattention import scorers as scorers
+    from levattention.errors import ConvergenceError as ConvergenceError
+    from levattention.gram import Gram as Gram
+    from levattention.losses import Power as Power
+    from levattention.scorers.leverage import leverage_scores as leverage_scores
+    from levattention.scorers.leverage import witness as witness
+    from levattention.universal import UniversalSet as UniversalSet
+    from levattention.universal import universal_set as universal_set
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"levattention.{_HOME[name]}"), name)
+    if name in _MODULES:
+        return importlib.import_module(f"levattention.{name}")
+    raise AttributeError(f"module 'levattention' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

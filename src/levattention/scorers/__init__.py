@@ -1,0 +1,26 @@
+"""Keys -> scores, one algorithm a file. A certified score bounds the sensitivity of its key from above."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from levattention.scorers.baselines import Norm, Random
+from levattention.scorers.leverage import Leverage
+
+__all__ = ["Leverage", "Norm", "Random", "Scorer"]
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Called with keys (*batch, n, d), gives scores (*batch, n).
+
+    A certified scorer also has `bound(d, n)`, which no sum of its scores exceeds.
+    """
+
+    certified: ClassVar[bool]
+
+    def __call__(self, keys: Tensor) -> Tensor:
+        """Scores of the keys."""
+        ...

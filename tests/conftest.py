@@ -1,0 +1,13 @@
+"""Shapes are enforced in every test: annotations of the package become checks."""
+
+from jaxtyping import install_import_hook
+
+install_import_hook("levattention", "beartype.beartype")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
