@@ -7,6 +7,7 @@ triangular factor from QR (error about 1e-16·κ) takes over, and `Factor.ill_co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -47,7 +48,7 @@ class Factor:
 
     def leverage(self, rows: Tensor, advance: Advance | None = None) -> Float64[Tensor, "*batch n"]:
         """τ of every row, (*batch, n, d) -> (*batch, n), tile by tile."""
-        flat, whitener = rows.reshape(-1, *rows.shape[-2:]), self.whitener.reshape(-1, *self.whitener.shape[-2:])
+        flat, whitener = heads_first(rows), heads_first(self.whitener)
         scores = torch.empty(flat.shape[:2], dtype=torch.float64, device=rows.device)
         for heads, span in tiles(flat, advance):
             white = flat[heads, span].double() @ whitener[heads]
@@ -82,7 +83,7 @@ class Gram:
         expected = self.matrix.shape[:-2]
         if rows.shape[-1] != self.matrix.shape[-1] or rows.shape[:-2] != expected:
             raise ValueError(f"rows: expected shape {(*expected, 'm', self.matrix.shape[-1])}, got {tuple(rows.shape)}")
-        flat, matrix = rows.reshape(-1, *rows.shape[-2:]), self.matrix.view(-1, *self.matrix.shape[-2:])
+        flat, matrix = heads_first(rows), heads_first(self.matrix)
         scale = None if weights is None else weights.reshape(flat.shape[:2])
         for heads, span in tiles(flat, advance):
             block = flat[heads, span].double()
@@ -175,6 +176,11 @@ def inverse_where(keep: Tensor, values: Tensor) -> Tensor:
 def safe_ratio(top: Tensor, low: Tensor) -> Tensor:
     """top/low, and 1 where both are zero (keys that are all zero)."""
     return torch.where(low > 0, top / torch.where(low > 0, low, 1.0), 1.0)
+
+
+def heads_first(keys: Tensor) -> Tensor:
+    """(*batch, n, d) as (batch, n, d); a view wherever the strides allow one."""
+    return keys.reshape(math.prod(keys.shape[:-2]), *keys.shape[-2:])
 
 
 def tiles(flat: Tensor, advance: Advance | None = None) -> Iterator[tuple[slice, slice]]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from levattention._shapes import Float, Float64
+from levattention._shapes import Float64
 from levattention.checks import require_keys
 
 # Constants of the splitmix64 finaliser, as signed 64-bit integers.
@@ -28,7 +28,7 @@ class Norm:
 
     certified: ClassVar[bool] = False
 
-    def __call__(self, keys: Float[Tensor, "*batch n d"]) -> Float64[Tensor, "*batch n"]:
+    def __call__(self, keys: Tensor) -> Float64[Tensor, "*batch n"]:
         """Squared row norms."""
         require_keys(keys)
         return torch.linalg.vecdot(keys.double(), keys.double())
@@ -51,15 +51,20 @@ class Random:
 
     certified: ClassVar[bool] = False
 
-    def __call__(self, keys: Float[Tensor, "*batch n d"]) -> Float64[Tensor, "*batch n"]:
+    def __call__(self, keys: Tensor) -> Float64[Tensor, "*batch n"]:
         """Uniform numbers in [0, 1), (*batch, n)."""
         require_keys(keys)
         n, heads = keys.shape[-2], keys.shape[-3] if keys.ndim > 2 else 1
         head = torch.arange(heads, device=keys.device).unsqueeze(-1)
         position = torch.arange(n, device=keys.device)
-        bits = _splitmix(_splitmix(position + _GOLDEN * (self.seed + 1)) + _GOLDEN * (head + 1))
+        bits = _splitmix(_splitmix(position + _wrap(_GOLDEN * (self.seed + 1))) + _GOLDEN * (head + 1))
         uniform = _shift(bits, 11).double() * 2.0**-53
         return (uniform if keys.ndim > 2 else uniform[0]).expand(keys.shape[:-1])
+
+
+def _wrap(value: int) -> int:
+    """A Python integer as the signed 64-bit integer with the same low bits."""
+    return (value + 2**63) % 2**64 - 2**63
 
 
 def _shift(bits: Tensor, by: int) -> Tensor:

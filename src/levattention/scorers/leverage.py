@@ -8,9 +8,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from levattention._shapes import Float, Float64
+from levattention._shapes import Float64
 from levattention.checks import require_finite, require_keys
-from levattention.gram import Advance, Factor, Gram, factor_of_triangle, resolve_rtol, triangle
+from levattention.gram import Advance, Factor, Gram, factor_of_triangle, heads_first, resolve_rtol, triangle
 from levattention.losses import Power
 
 Route = Literal["auto", "gram", "qr", "svd"]
@@ -52,11 +52,11 @@ class Leverage:
 
     certified: ClassVar[bool] = True
 
-    def __call__(self, keys: Float[Tensor, "*batch n d"]) -> Float64[Tensor, "*batch n"]:
+    def __call__(self, keys: Tensor) -> Float64[Tensor, "*batch n"]:
         """τ of every key."""
         return self.report(keys).scores
 
-    def report(self, keys: Float[Tensor, "*batch n d"], advance: Advance | None = None) -> LeverageReport:
+    def report(self, keys: Tensor, advance: Advance | None = None) -> LeverageReport:
         """τ of every key, with the rank, the condition number and the route taken."""
         require_keys(keys)
         if self.route == "svd":
@@ -69,9 +69,7 @@ class Leverage:
         return Power(2).total_sensitivity(d, n)
 
 
-def leverage_scores(
-    keys: Float[Tensor, "*batch n d"], *, rtol: float | Literal["exact"] | None = None
-) -> Float64[Tensor, "*batch n"]:
+def leverage_scores(keys: Tensor, *, rtol: float | Literal["exact"] | None = None) -> Float64[Tensor, "*batch n"]:
     """Leverage scores τᵢ = kᵢᵀ(KᵀK)⁺kᵢ in fp64, each in [0, 1], summing to rank(K).
 
     τᵢ is the largest share of Σⱼ⟨q, kⱼ⟩² that key i can have, over all queries q.
@@ -91,7 +89,7 @@ def leverage_scores(
     return Leverage(rtol=rtol)(keys)
 
 
-def witness(keys: Float[Tensor, "*batch n d"], index: int | Tensor) -> Tensor:
+def witness(keys: Tensor, index: int | Tensor) -> Tensor:
     """The query y = (KᵀK)⁺kᵢ at which key i attains its leverage score: ⟨y, kᵢ⟩² = τᵢ·‖Ky‖².
 
     Args:
@@ -132,7 +130,7 @@ def factor_keys(
         return factor, "gram"
     shape, d = factor.rank.shape, keys.shape[-1]
     redo = torch.ones_like(factor.ill_conditioned) if route == "qr" else factor.ill_conditioned
-    flat = keys.reshape(-1, *keys.shape[-2:])
+    flat = heads_first(keys)
     which = redo.reshape(-1).nonzero().squeeze(-1).tolist()
     if not which:
         return factor, "gram"
