@@ -3,10 +3,10 @@
 import pytest
 import torch
 from jaxtyping import TypeCheckError
-from strategies import conditioned, deficient
 
 from levattention import Gram
 from levattention.gram import factor_of_triangle, tiles, triangle
+from strategies import conditioned, deficient
 
 
 def test_annotations_are_enforced_here():
@@ -45,6 +45,8 @@ def test_mismatched_rows_and_merges_are_refused():
         Gram(3).update(torch.zeros(5, 4))
     with pytest.raises(ValueError, match="expected a Gram of shape"):
         Gram(3).merge(Gram(4))
+    with pytest.raises(ValueError, match="one device, got rows on meta, the Gram on cpu"):
+        Gram(3).update(torch.zeros(5, 3, device="meta"))
 
 
 @pytest.mark.parametrize(("d", "rank"), [(256, 200), (1024, 500)])

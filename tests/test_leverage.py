@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from oracles import leverage_by_svd
-from strategies import conditioned, deficient, heavy_tailed, spikes
 
 import levattention as la
 from levattention.scorers import Leverage, Norm, Random
+from oracles import leverage_by_svd
+from strategies import conditioned, deficient, heavy_tailed, spikes
 
 FP64_RTOL = 4 * torch.finfo(torch.float64).eps
 
@@ -155,7 +155,7 @@ def test_random_positions_do_not_depend_on_batch_heads_or_dtype(generator):
 
 
 def test_random_scores_look_uniform():
-    # 200,000 uniform numbers: each decile holds 20,000 ± 134 (one standard deviation); six of them fail 2e-8 of the time.
+    # Each decile of 200,000 uniform numbers holds 20,000 ± 134; six standard deviations fail 2e-8 of the time.
     scores = Random(3)(torch.zeros(2, 100_000, 1))
     counts = torch.histc(scores.float(), bins=10, min=0, max=1)
     assert (counts - 20_000).abs().max() < 6 * 134

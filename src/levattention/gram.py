@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from levattention._shapes import Bool, Float, Float64, Int64
+from levattention.checks import require_same_device
 
 Advance = Callable[[int], None]
 """Told how many rows were just read; what a progress bar listens to."""
@@ -83,6 +84,7 @@ class Gram:
         expected = self.matrix.shape[:-2]
         if rows.shape[-1] != self.matrix.shape[-1] or rows.shape[:-2] != expected:
             raise ValueError(f"rows: expected shape {(*expected, 'm', self.matrix.shape[-1])}, got {tuple(rows.shape)}")
+        require_same_device([("rows", rows), ("the Gram", self.matrix)])
         flat, matrix = heads_first(rows), heads_first(self.matrix)
         scale = None if weights is None else weights.reshape(flat.shape[:2])
         for heads, span in tiles(flat, advance):
