@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "ConvergenceError": "errors",
     "Gram": "gram",
+    "KeyStream": "stream",
     "Power": "losses",
     "UniversalSet": "universal",
     "leverage_scores": "scorers.leverage",
+    "two_pass": "stream",
     "universal_set": "universal",
     "witness": "scorers.leverage",
 }
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from levattention.losses import Power as Power
     from levattention.scorers.leverage import leverage_scores as leverage_scores
     from levattention.scorers.leverage import witness as witness
+    from levattention.stream import KeyStream as KeyStream
+    from levattention.stream import two_pass as two_pass
     from levattention.universal import UniversalSet as UniversalSet
     from levattention.universal import universal_set as universal_set
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Float64, Int64
+    from jaxtyping import Bool, Float, Float64, Int64, Num
 else:
     try:
-        from jaxtyping import Bool, Float, Float64, Int64
+        from jaxtyping import Bool, Float, Float64, Int64, Num
     except ImportError:
 
         class _Plain:
@@ -20,6 +20,6 @@ else:
             def __class_getitem__(cls, item: tuple[Any, str]) -> Any:
                 return item[0]
 
-        Bool = Float = Float64 = Int64 = _Plain
+        Bool = Float = Float64 = Int64 = Num = _Plain
 
-__all__ = ["Bool", "Float", "Float64", "Int64"]
+__all__ = ["Bool", "Float", "Float64", "Int64", "Num"]

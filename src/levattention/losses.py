@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -50,3 +50,22 @@ class Power:
     def total_sensitivity(self, d: int, n: int) -> float:
         """d for p ≤ 2, d^(p/2) beyond; never more than n, since each sensitivity is at most 1."""
         return min(float(n), float(d) ** max(1.0, self.p / 2))
+
+
+def to_config(loss: Loss) -> dict[str, Any]:
+    """The loss as plain values that survive JSON."""
+    if not is_dataclass(loss) or isinstance(loss, type) or type(loss).__module__ != __name__:
+        raise ValueError(f"loss: expected one of levattention.losses, got {loss!r}")
+    return {"loss": type(loss).__name__, **asdict(loss)}
+
+
+def from_config(config: dict[str, Any]) -> Loss:
+    """The loss that `to_config` described."""
+    values = dict(config)
+    name = values.pop("loss", None)
+    kind = globals().get(name) if isinstance(name, str) else None
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        raise ValueError(f"loss: expected the name of a loss, got {name!r}")
+    loss = kind(**values)
+    assert isinstance(loss, Loss)  # every dataclass of this module is one
+    return loss
