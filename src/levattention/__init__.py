@@ -18,6 +18,7 @@ _HOME = {
     "Power": "losses",
     "UniversalSet": "universal",
     "leverage_scores": "scorers.leverage",
+    "online_universal_set": "online",
     "two_pass": "stream",
     "universal_set": "universal",
     "witness": "scorers.leverage",
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from levattention.errors import ConvergenceError as ConvergenceError
     from levattention.gram import Gram as Gram
     from levattention.losses import Power as Power
+    from levattention.online import online_universal_set as online_universal_set
     from levattention.scorers.leverage import leverage_scores as leverage_scores
     from levattention.scorers.leverage import witness as witness
     from levattention.stream import KeyStream as KeyStream
