@@ -17,22 +17,25 @@ _HOME = {
     "Power": "losses",
     "UniversalSet": "universal",
     "leverage_scores": "scorers.leverage",
+    "lewis_weights": "scorers.lewis",
     "universal_set": "universal",
     "witness": "scorers.leverage",
 }
-_MODULES = ("adversary", "scorers")
+_MODULES = ("adversary", "features", "scorers")
 
 __all__ = [*_HOME, *_MODULES]
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from levattention import adversary as adversary
+    from levattention import features as features
     from levattention import scorers as scorers
     from levattention.errors import ConvergenceError as ConvergenceError
     from levattention.gram import Gram as Gram
     from levattention.losses import Power as Power
     from levattention.scorers.leverage import leverage_scores as leverage_scores
     from levattention.scorers.leverage import witness as witness
+    from levattention.scorers.lewis import lewis_weights as lewis_weights
     from levattention.universal import UniversalSet as UniversalSet
     from levattention.universal import universal_set as universal_set
 
