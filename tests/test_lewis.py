@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import leverage_by_svd, lewis_ellipsoid, lewis_powers, lp_sensitivity
-from strategies import conditioned, deficient, heavy_tailed, keys, spikes
 
 import levattention as la
 from levattention.scorers import Lewis, Lift, PowerBound, lewis
+from oracles import leverage_by_svd, lewis_ellipsoid, lewis_powers, lp_sensitivity
+from strategies import conditioned, deficient, heavy_tailed, keys, spikes
 
 POWERS = (1, 1.1, 1.5, 3, 4, 6, 10, 20)
 
@@ -117,7 +117,7 @@ def test_averaged_weights_are_one_sided(p, monkeypatch):
 
 def test_no_convergence_is_an_error(monkeypatch):
     monkeypatch.setattr(lewis, "STEPS", 2)
-    with pytest.raises(la.ConvergenceError, match="p = 10: residual .* tolerance 1e-06"):
+    with pytest.raises(la.ConvergenceError, match=r"p = 10: residual .* tolerance 1e-06"):
         la.lewis_weights(HARD["heavy"], 10)
 
 
@@ -188,7 +188,7 @@ def test_any_keys(matrix, p):
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="expected a finite number >= 1, got 0.5"):
+    with pytest.raises(ValueError, match=r"expected a finite number >= 1, got 0\.5"):
         la.lewis_weights(torch.eye(3), 0.5)
     with pytest.raises(ValueError, match="expected a finite number >= 1, got nan"):
         Lewis(float("nan"))

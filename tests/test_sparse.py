@@ -4,11 +4,11 @@ import warnings
 
 import pytest
 import torch
-from strategies import conditioned, deficient
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import levattention as la
 from levattention.scorers import Leverage, Lewis
+from strategies import conditioned, deficient
 
 warnings.filterwarnings("ignore", message="Sparse")
 
@@ -32,7 +32,7 @@ class LargestDense(TorchDispatchMode):
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 self.elements = max(self.elements, tensor.numel())
-        if func._schema.name in ("aten::mm", "aten::bmm", "aten::baddbmm", "aten::addmm") and all(
+        if func._schema.name in ("aten::mm", "aten::bmm", "aten::baddbmm_", "aten::addmm") and all(
             argument.layout is torch.strided for argument in args if isinstance(argument, torch.Tensor)
         ):
             left, right = args[-2:]
@@ -108,7 +108,7 @@ def test_the_sparse_gram_multiplies_only_pairs_of_non_zeros():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="two-dimensional torch.sparse_csr one, got torch.sparse_coo"):
+    with pytest.raises(ValueError, match=r"two-dimensional torch.sparse_csr one, got torch.sparse_coo"):
         la.leverage_scores(torch.eye(3).to_sparse_coo())
     with pytest.raises(ValueError, match=r"got torch.sparse_csr with shape \(2, 3, 3\)"):
         la.leverage_scores(torch.eye(3).expand(2, 3, 3).to_sparse_csr())

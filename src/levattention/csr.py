@@ -19,7 +19,8 @@ def csr_rows(keys: Tensor, span: slice) -> Tensor:
     crow = keys.crow_indices()[span.start : span.stop + 1]
     first, last = int(crow[0]), int(crow[-1])
     columns, values = keys.col_indices()[first:last], keys.values()[first:last].double()
-    return torch.sparse_csr_tensor(crow - first, columns, values, (len(crow) - 1, keys.shape[-1]))
+    shape = (len(crow) - 1, keys.shape[-1])
+    return torch.sparse_csr_tensor(crow - first, columns, values, shape, check_invariants=False)
 
 
 def csr_gram(block: Tensor, weights: Tensor | None) -> Tensor:
@@ -28,7 +29,9 @@ def csr_gram(block: Tensor, weights: Tensor | None) -> Tensor:
     weighted = rows
     if weights is not None:
         where = rows.indices()
-        weighted = torch.sparse_coo_tensor(where, rows.values() * weights[where[0]], rows.shape, is_coalesced=True)
+        weighted = torch.sparse_coo_tensor(
+            where, rows.values() * weights[where[0]], rows.shape, is_coalesced=True, check_invariants=False
+        )
     return torch.sparse.mm(weighted.t(), rows).to_dense()
 
 
