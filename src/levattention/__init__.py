@@ -20,16 +20,18 @@ _HOME = {
     "leverage_scores": "scorers.leverage",
     "online_universal_set": "online",
     "two_pass": "stream",
+    "lewis_weights": "scorers.lewis",
     "universal_set": "universal",
     "witness": "scorers.leverage",
 }
-_MODULES = ("adversary", "scorers")
+_MODULES = ("adversary", "features", "scorers")
 
 __all__ = [*_HOME, *_MODULES]
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from levattention import adversary as adversary
+    from levattention import features as features
     from levattention import scorers as scorers
     from levattention.errors import ConvergenceError as ConvergenceError
     from levattention.gram import Gram as Gram
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from levattention.online import online_universal_set as online_universal_set
     from levattention.scorers.leverage import leverage_scores as leverage_scores
     from levattention.scorers.leverage import witness as witness
+    from levattention.scorers.lewis import lewis_weights as lewis_weights
     from levattention.stream import KeyStream as KeyStream
     from levattention.stream import two_pass as two_pass
     from levattention.universal import UniversalSet as UniversalSet

@@ -14,8 +14,10 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def require_keys(keys: Any, name: str = "keys") -> Tensor:
     """The keys themselves, once they are known to be a non-empty floating tensor (*batch, n, d).
 
+    Dense, or `torch.sparse_csr` with two dimensions.
+
     Raises:
-        ValueError: not a tensor, not floating, fewer than two dimensions, or empty.
+        ValueError: not a tensor, another layout, not floating, fewer than two dimensions, or empty.
     """
     if not isinstance(keys, Tensor):
         raise ValueError(f"{name}: expected a torch tensor of shape (*batch, n, d), got {type(keys).__name__}")
@@ -23,6 +25,11 @@ def require_keys(keys: Any, name: str = "keys") -> Tensor:
         raise ValueError(f"{name}: expected fp16, bf16, fp32 or fp64, got {keys.dtype}")
     if keys.ndim < 2:
         raise ValueError(f"{name}: expected at least two dimensions (*batch, n, d), got shape {tuple(keys.shape)}")
+    if keys.layout is not torch.strided and (keys.layout is not torch.sparse_csr or keys.ndim > 2):
+        raise ValueError(
+            f"{name}: expected a dense tensor or a two-dimensional torch.sparse_csr one, "
+            f"got {keys.layout} with shape {tuple(keys.shape)}"
+        )
     if 0 in keys.shape:
         raise ValueError(f"{name}: expected at least one row and one column, got shape {tuple(keys.shape)}")
     return keys

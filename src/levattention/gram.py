@@ -8,7 +8,7 @@ triangular factor from QR (error about 1e-16·κ) takes over, and `Factor.ill_co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from levattention._shapes import Bool, Float, Float64, Int64
 from levattention.checks import require_same_device
+from levattention.csr import csr_gram, csr_rows, is_csr
 
 Advance = Callable[[int], None]
 """Told how many rows were just read; what a progress bar listens to."""
@@ -49,12 +50,7 @@ class Factor:
 
     def leverage(self, rows: Tensor, advance: Advance | None = None) -> Float64[Tensor, "*batch n"]:
         """τ of every row, (*batch, n, d) -> (*batch, n), tile by tile."""
-        flat, whitener = heads_first(rows), heads_first(self.whitener)
-        scores = torch.empty(flat.shape[:2], dtype=torch.float64, device=rows.device)
-        for heads, span in tiles(flat, advance):
-            white = flat[heads, span].double() @ whitener[heads]
-            scores[heads, span] = white.square_().sum(-1)
-        return scores.clamp_(max=1.0).reshape(rows.shape[:-1])
+        return quadratic_forms(rows, self.whitener, advance).clamp_(max=1.0)
 
 
 class Gram:
@@ -74,22 +70,44 @@ class Gram:
         self.input_eps = 0.0
 
     @classmethod
-    def of(cls, keys: Tensor, weights: Tensor | None = None, advance: Advance | None = None) -> Gram:
+    def of(
+        cls,
+        keys: Tensor,
+        weights: Tensor | None = None,
+        advance: Advance | None = None,
+        *,
+        basis: Tensor | None = None,
+    ) -> Gram:
         """The Gram of the whole of `keys`, read once."""
         gram = cls(keys.shape[-1], batch=tuple(keys.shape[:-2]), device=keys.device)
-        return gram.update(keys, weights, advance)
+        return gram.update(keys, weights, advance, basis=basis)
 
-    def update(self, rows: Tensor, weights: Tensor | None = None, advance: Advance | None = None) -> Gram:
-        """This Gram, with rows (*batch, m, d) added; weights (*batch, m) multiply the outer products."""
+    def update(
+        self,
+        rows: Tensor,
+        weights: Tensor | None = None,
+        advance: Advance | None = None,
+        *,
+        basis: Tensor | None = None,
+    ) -> Gram:
+        """This Gram, with rows (*batch, m, d) added; weights (*batch, m) multiply the outer products.
+
+        With a basis B, (*batch, d, d), the rows kB are added instead of k: a whitener keeps ill-conditioned keys from
+        costing the Gram its digits.
+        """
         expected = self.matrix.shape[:-2]
         if rows.shape[-1] != self.matrix.shape[-1] or rows.shape[:-2] != expected:
             raise ValueError(f"rows: expected shape {(*expected, 'm', self.matrix.shape[-1])}, got {tuple(rows.shape)}")
         require_same_device([("rows", rows), ("the Gram", self.matrix)])
         flat, matrix = heads_first(rows), heads_first(self.matrix)
-        scale = None if weights is None else weights.reshape(flat.shape[:2])
+        scale = None if weights is None else weights.reshape(-1, rows.shape[-2]).double()
+        frame = None if basis is None else heads_first(basis)
         for heads, span in tiles(flat, advance):
-            block = flat[heads, span].double()
-            weighted = block if scale is None else block * scale[heads, span].double().unsqueeze(-1)
+            if is_csr(rows) and frame is None:
+                matrix[0] += csr_gram(csr_rows(rows, span), None if scale is None else scale[0, span])
+                continue
+            block = flat[heads, span].double() if frame is None else project(flat, heads, span, frame)
+            weighted = block if scale is None else block * scale[heads, span].unsqueeze(-1)
             matrix[heads].baddbmm_(weighted.mT, block)
         self.count += rows.shape[-2]
         self.input_eps = max(self.input_eps, torch.finfo(rows.dtype).eps)
@@ -129,17 +147,43 @@ class Gram:
         return self.factor(rtol).leverage(rows)
 
 
+def quadratic_forms(rows: Tensor, whitener: Tensor, advance: Advance | None = None) -> Float64[Tensor, "*batch n"]:
+    """‖kP‖² of every row, (*batch, n, d) and (*batch, d, r) -> (*batch, n), tile by tile."""
+    flat, frame = heads_first(rows), heads_first(whitener)
+    forms = torch.empty((len(frame), rows.shape[-2]), dtype=torch.float64, device=rows.device)
+    for heads, span in tiles(flat, advance):
+        forms[heads, span] = project(flat, heads, span, frame).square_().sum(-1)
+    return forms.reshape(rows.shape[:-1])
+
+
+def project(flat: Tensor, heads: slice, span: slice, frame: Tensor) -> Float64[Tensor, "h m r"]:
+    """One tile of KP, dense in fp64."""
+    if is_csr(flat):
+        return (csr_rows(flat, span) @ frame[0]).unsqueeze(0)
+    return flat[heads, span].double() @ frame[heads]
+
+
 def triangle(keys: Float[Tensor, "n d"], advance: Advance | None = None) -> Float64[Tensor, "r d"]:
     """R with RᵀR = KᵀK, by QR of [R; block] over blocks of rows in order: error κ·u, not κ²·u."""
     n, d = keys.shape
-    upper = torch.zeros((0, d), dtype=torch.float64, device=keys.device)
     step = max(4 * d, CPU_TILE // d)
-    for start in range(0, n, step):
-        block = keys[start : start + step]
-        upper = torch.linalg.qr(torch.cat([upper, block.double()]), mode="r").R
-        if advance is not None:
-            advance(len(block))
-    return upper
+
+    def blocks() -> Iterator[Tensor]:
+        for start in range(0, n, step):
+            span = slice(start, min(start + step, n))
+            yield csr_rows(keys, span).to_dense() if is_csr(keys) else keys[span].double()
+            if advance is not None:
+                advance(span.stop - span.start)
+
+    return triangle_of_blocks(blocks(), d)
+
+
+def triangle_of_blocks(blocks: Iterable[Tensor], d: int) -> Float64[Tensor, "r d"]:
+    """R of the rows of all fp64 blocks (m, d), read once and in order."""
+    upper: Tensor | None = None
+    for block in blocks:
+        upper = torch.linalg.qr(block if upper is None else torch.cat([upper, block]), mode="r").R
+    return torch.zeros((0, d), dtype=torch.float64) if upper is None else upper
 
 
 def factor_of_triangle(
@@ -181,13 +225,16 @@ def safe_ratio(top: Tensor, low: Tensor) -> Tensor:
 
 
 def heads_first(keys: Tensor) -> Tensor:
-    """(*batch, n, d) as (batch, n, d); a view wherever the strides allow one."""
+    """(*batch, n, d) as (batch, n, d), a view wherever the strides allow one; sparse keys have no batch and stay."""
+    if is_csr(keys):
+        return keys
     return keys.reshape(math.prod(keys.shape[:-2]), *keys.shape[-2:])
 
 
 def tiles(flat: Tensor, advance: Advance | None = None) -> Iterator[tuple[slice, slice]]:
     """Slices (heads, rows) that cover a (batch, n, d) tensor in fixed order, each of bounded size."""
-    batch, n, d = flat.shape
+    n, d = flat.shape[-2:]
+    batch = flat.shape[0] if flat.ndim > 2 else 1
     budget = max(1, (CPU_TILE if flat.device.type == "cpu" else GPU_TILE) // d)
     rows = max(64, min(n, budget))
     heads = max(1, budget // max(n, 1))

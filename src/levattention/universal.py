@@ -11,9 +11,11 @@ from torch import Tensor
 
 from levattention._shapes import Bool, Float64, Int64
 from levattention.checks import require_count, require_eps, require_finite, require_keys, require_one_of_eps_and_k
+from levattention.csr import csr_pick, is_csr
+from levattention.features import KeyMap, map_keys
 from levattention.gram import Advance
 from levattention.losses import Loss, Power
-from levattention.scorers import Leverage, Scorer
+from levattention.scorers import Leverage, PowerBound, Scorer
 
 # A score this much under ε, relatively, still counts as reaching it, so that rounding loses no key that ties with ε.
 SLACK = 1e-9
@@ -55,6 +57,8 @@ class UniversalSet:
 
     def rows(self, keys: Tensor) -> Tensor:
         """The keys of the set, (*batch, c, d); zero rows in slots that are not valid."""
+        if is_csr(keys):
+            return csr_pick(keys, self.index) * self.valid.unsqueeze(-1).to(keys.dtype)
         picked = keys.gather(-2, self.index.unsqueeze(-1).expand(*self.index.shape, keys.shape[-1]))
         return picked * self.valid.unsqueeze(-1).to(keys.dtype)
 
@@ -117,6 +121,7 @@ def universal_set(
     k: int | None = None,
     loss: Loss = Power(2),  # noqa: B008 (frozen)
     scorer: Scorer | None = None,
+    key_map: KeyMap | None = None,
     advance: Advance | None = None,
 ) -> UniversalSet:
     """The universal set U: every key that can receive attention weight ≥ ε from some query.
@@ -130,11 +135,14 @@ def universal_set(
         k: how many keys, 1 ≤ k ≤ n.
         loss: f.
         scorer: what scores the keys; by default the exact or certified one for the loss.
+        key_map: φ of the generalised attention problem; the set is that of φ(K), so that under x² |U| ≤ D/ε, where D is
+            the width of φ(K) (Theorem thm:main).
         advance: told how many rows were just read, for a progress bar (leverage reads the keys two or three times).
 
     Raises:
         ValueError: keys that are empty, not floating or not finite; eps outside (0, 1]; k outside [1, n]; both or
-            neither of eps and k; eps with a scorer that certifies nothing.
+            neither of eps and k; eps with a scorer that certifies nothing; a key_map that returns another number of
+            rows, or no floats.
 
     Example:
         >>> keys = torch.cat([torch.randn(1000, 4) * 0.01, torch.eye(4)])
@@ -144,6 +152,7 @@ def universal_set(
     """
     require_keys(keys)
     require_one_of_eps_and_k(eps, k)
+    keys = map_keys(key_map, keys)
     n, d = keys.shape[-2:]
     if scorer is None:
         scorer = default_scorer(loss)
@@ -159,7 +168,9 @@ def universal_set(
     else:
         if not scorer.certified:
             require_finite(keys)
-        scores, found = scorer(keys), {}
+        # A scorer that can settle "above ε or not" more cheaply than the scores themselves says so.
+        decide = getattr(scorer, "decide", None) if eps is not None else None
+        scores, found = scorer(keys) if decide is None else decide(keys, eps), {}
     if k is not None:
         return select_top(scores, k, certified=scorer.certified, **found)
     assert eps is not None  # settled above
@@ -170,4 +181,6 @@ def default_scorer(loss: Loss) -> Scorer:
     """The scorer that certifies a threshold for this loss."""
     if loss == Power(2):
         return Leverage()
+    if isinstance(loss, Power):
+        return PowerBound(loss.p)
     raise ValueError(f"loss: no scorer for {loss}")

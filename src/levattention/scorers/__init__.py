@@ -8,15 +8,18 @@ from torch import Tensor
 
 from levattention.scorers.baselines import Norm, Random
 from levattention.scorers.leverage import Leverage
+from levattention.scorers.lewis import Lewis
+from levattention.scorers.lift import Lift, PowerBound
 
-__all__ = ["Leverage", "Norm", "Random", "Scorer"]
+__all__ = ["Leverage", "Lewis", "Lift", "Norm", "PowerBound", "Random", "Scorer"]
 
 
 @runtime_checkable
 class Scorer(Protocol):
     """Called with keys (*batch, n, d), gives scores (*batch, n).
 
-    A certified scorer also has `bound(d, n)`, which no sum of its scores exceeds.
+    A certified scorer also has `bound(d, n)`, which no sum of its scores exceeds. It may have `decide(keys, eps)`:
+    certified scores that only need to be sharp enough to tell which keys reach ε.
     """
 
     certified: ClassVar[bool]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from levattention._shapes import Float64
 from levattention.checks import require_finite, require_keys
+from levattention.csr import csr_pick, is_csr
 from levattention.gram import Advance, Factor, Gram, factor_of_triangle, heads_first, resolve_rtol, triangle
 from levattention.losses import Power
 
@@ -109,7 +110,10 @@ def witness(keys: Tensor, index: int | Tensor) -> Tensor:
     single = positions.ndim == 0
     if single:
         positions = positions.expand(*keys.shape[:-2], 1)
-    rows = keys.gather(-2, positions.unsqueeze(-1).expand(*positions.shape, d)).double()
+    if is_csr(keys):
+        rows = csr_pick(keys, positions).double()
+    else:
+        rows = keys.gather(-2, positions.unsqueeze(-1).expand(*positions.shape, d)).double()
     queries = rows @ factor.whitener @ factor.whitener.mT
     return queries.squeeze(-2) if single else queries
 
@@ -124,13 +128,14 @@ def factor_keys(
     gram = Gram.of(keys, advance=advance)
     if not gram.matrix.isfinite().all():
         require_finite(keys)
-        raise ValueError(f"keys: entries up to {keys.abs().max().item():.3g} overflow when squared; rescale them")
+        largest = (keys.values() if is_csr(keys) else keys).abs().max().item()
+        raise ValueError(f"keys: entries up to {largest:.3g} overflow when squared; rescale them")
     factor = gram.factor(rtol)
     if route == "gram":
         return factor, "gram"
     shape, d = factor.rank.shape, keys.shape[-1]
     redo = torch.ones_like(factor.ill_conditioned) if route == "qr" else factor.ill_conditioned
-    flat = heads_first(keys)
+    flat = [keys] if is_csr(keys) else heads_first(keys)
     which = redo.reshape(-1).nonzero().squeeze(-1).tolist()
     if not which:
         return factor, "gram"
@@ -145,6 +150,8 @@ def factor_keys(
 def svd_scores(keys: Tensor, rtol: float | Literal["exact"] | None = None) -> LeverageReport:
     """The reference: squared row norms of the left singular vectors."""
     require_finite(keys)
+    if is_csr(keys):
+        raise ValueError("route: 'svd' needs dense keys; sparse keys take 'auto', 'gram' or 'qr'")
     left, singular, _ = torch.linalg.svd(keys.double(), full_matrices=False)
     tolerance = resolve_rtol(rtol, torch.finfo(keys.dtype).eps, keys.shape[-1])
     keep = singular > singular[..., :1] * tolerance
