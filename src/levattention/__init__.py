@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "ConvergenceError": "errors",
     "Gram": "gram",
+    "Huber": "losses",
     "Power": "losses",
+    "Softmax": "losses",
+    "Tukey": "losses",
     "UniversalSet": "universal",
     "leverage_scores": "scorers.leverage",
     "universal_set": "universal",
@@ -30,7 +33,10 @@ if TYPE_CHECKING:
     from levattention import scorers as scorers
     from levattention.errors import ConvergenceError as ConvergenceError
     from levattention.gram import Gram as Gram
+    from levattention.losses import Huber as Huber
     from levattention.losses import Power as Power
+    from levattention.losses import Softmax as Softmax
+    from levattention.losses import Tukey as Tukey
     from levattention.scorers.leverage import leverage_scores as leverage_scores
     from levattention.scorers.leverage import witness as witness
     from levattention.universal import UniversalSet as UniversalSet
