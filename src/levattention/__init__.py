@@ -15,7 +15,10 @@ _HOME = {
     "ConvergenceError": "errors",
     "Gram": "gram",
     "KeyStream": "stream",
+    "Huber": "losses",
     "Power": "losses",
+    "Softmax": "losses",
+    "Tukey": "losses",
     "UniversalSet": "universal",
     "leverage_scores": "scorers.leverage",
     "online_universal_set": "online",
@@ -35,7 +38,10 @@ if TYPE_CHECKING:
     from levattention import scorers as scorers
     from levattention.errors import ConvergenceError as ConvergenceError
     from levattention.gram import Gram as Gram
+    from levattention.losses import Huber as Huber
     from levattention.losses import Power as Power
+    from levattention.losses import Softmax as Softmax
+    from levattention.losses import Tukey as Tukey
     from levattention.online import online_universal_set as online_universal_set
     from levattention.scorers.leverage import leverage_scores as leverage_scores
     from levattention.scorers.leverage import witness as witness
