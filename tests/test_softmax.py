@@ -5,12 +5,12 @@ import math
 import cvxpy
 import pytest
 import torch
-from strategies import conditioned, deficient, heavy_tailed
 
 from levattention import ConvergenceError, Softmax
 from levattention.scorers import softmax
 from levattention.scorers.softmax import SoftmaxBall, ascend, softmax_sensitivities
 from levattention.universal import capacity, reaches, select_above
+from strategies import conditioned, deficient, heavy_tailed
 
 
 def log_sensitivity(keys, i, radius):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import levattention as la
-from levattention.stream import KeyStream, two_pass
+from levattention.passes import two_pass
+from levattention.stream import KeyStream
 from strategies import conditioned, deficient, heavy_tailed, spikes
 
 

@@ -22,7 +22,7 @@ _HOME = {
     "UniversalSet": "universal",
     "leverage_scores": "scorers.leverage",
     "online_universal_set": "online",
-    "two_pass": "stream",
+    "two_pass": "passes",
     "lewis_weights": "scorers.lewis",
     "universal_set": "universal",
     "witness": "scorers.leverage",
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from levattention.losses import Softmax as Softmax
     from levattention.losses import Tukey as Tukey
     from levattention.online import online_universal_set as online_universal_set
+    from levattention.passes import two_pass as two_pass
     from levattention.scorers.leverage import leverage_scores as leverage_scores
     from levattention.scorers.leverage import witness as witness
     from levattention.scorers.lewis import lewis_weights as lewis_weights
     from levattention.stream import KeyStream as KeyStream
-    from levattention.stream import two_pass as two_pass
     from levattention.universal import UniversalSet as UniversalSet
     from levattention.universal import universal_set as universal_set
 

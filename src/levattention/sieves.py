@@ -8,12 +8,18 @@ import torch
 from torch import Tensor
 
 from levattention._shapes import Bool, Float64
-from levattention.losses import Loss, Power
+from levattention.losses import Power
 from levattention.summary import Prune, Summary
 
 
 class Sieve(ABC):
-    """Judges rows (heads, m, d) against all rows seen so far."""
+    """Judges rows (heads, m, d) against all rows seen so far.
+
+    Attributes:
+        width: columns of the Gram it keeps.
+    """
+
+    width: int
 
     @property
     @abstractmethod
@@ -61,7 +67,7 @@ class Squares(Sieve):
     """f(x) = x²: leverage against the Gram, or against R where the Gram is not enough."""
 
     def __init__(self, d: int, heads: int, device: torch.device) -> None:
-        self.d = d
+        self.width = d
         self.summary = Summary(d, heads, device)
         self._prune: Prune | None = None
 
@@ -97,7 +103,7 @@ class Squares(Sieve):
 
     def total(self, n: int) -> float:
         """The rank, at most d."""
-        return Power(2).total_sensitivity(self.d, n)
+        return Power(2).total_sensitivity(self.width, n)
 
     def rank(self) -> Tensor:
         """Numerical rank of each head."""
@@ -116,10 +122,3 @@ class Squares(Sieve):
         if self._prune is None:
             self._prune = self.summary.prune()
         return self._prune
-
-
-def sieve_for(loss: Loss, d: int, heads: int, device: torch.device) -> Sieve:
-    """The sieve of a loss."""
-    if loss == Power(2):
-        return Squares(d, heads, device)
-    raise ValueError(f"loss: no stream for {loss}")

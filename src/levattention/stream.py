@@ -7,7 +7,6 @@ is kept after each prune is at most rank/ε rows, whatever the order, the scale 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ from levattention.candidates import Candidates
 from levattention.checks import require_eps, require_finite, require_keys
 from levattention.gram import heads_first
 from levattention.losses import Loss, Power, from_config, to_config
-from levattention.sieves import Sieve, sieve_for
+from levattention.online_weights import sieve_for
+from levattention.sieves import Sieve
 from levattention.statefile import load_state, save_state
-from levattention.universal import UniversalSet, capacity, reaches, select_above
+from levattention.universal import UniversalSet, capacity, select_positions
 
 # Elements gathered before a block is worked off: enough to pay for one factorisation.
 _BLOCK = 1 << 20
@@ -66,7 +66,7 @@ class KeyStream:
         self.count = 0
         self.end = start or 0
         self._device = torch.device("cpu" if device is None else device)
-        self._sieve: Sieve = sieve_for(loss, d, math.prod(self.batch), self._device)
+        self._sieve: Sieve = sieve_for(loss, d, math.prod(self.batch), self._device, self.eps)
         self._kept: Candidates | None = None
         self._pending: list[Candidates] = []
         self._waiting = 0
@@ -94,7 +94,8 @@ class KeyStream:
         known = self._pending[0] if self._pending else self._kept
         if known is not None and known.rows.shape[1] and (known.payload is None) != (payload is None):
             raise ValueError("payload: expected with every block or with none")
-        size = max(4 * self.d, _BLOCK // (self.d * rows.shape[0]))
+        wide = self._sieve.width
+        size = max(4 * wide, _BLOCK // (wide * rows.shape[0]))
         for first in range(0, rows.shape[1], size):
             part = rows[:, first : first + size]
             extra = None if carried is None else carried[:, first : first + size].to(self._device)
@@ -138,9 +139,10 @@ class KeyStream:
             raise ValueError("finish: expected at least one row, the stream is empty")
         kept = self._kept
         scores = self._sieve.scores(kept.rows, self.eps).masked_fill(~kept.valid, 0.0)
-        found = select_at(self._sieve, scores, kept.positions, self.eps, self.count)
-        slots = {name: self._unbatch(getattr(found, name)) for name in ("index", "valid", "scores", "eps", "rank")}
-        return UniversalSet(**slots, route=found.route)
+        cap = capacity(self._sieve.total(self.count), self.eps, self.count)
+        found = select_positions(scores, kept.positions, self.eps, cap)
+        slots = {name: self._unbatch(getattr(found, name)) for name in ("index", "valid", "scores", "eps")}
+        return UniversalSet(**slots, rank=self._unbatch(self._sieve.rank()), route=self._sieve.route)
 
     @property
     def rows(self) -> Tensor:
@@ -230,61 +232,3 @@ class KeyStream:
         self._seen["peak"] = max(
             self._seen["peak"], int(self._kept.valid.sum(-1).max()) if self._kept.valid.numel() else 0
         )
-
-
-def two_pass(
-    blocks: Callable[[], Iterable[Tensor]],
-    *,
-    eps: float,
-    loss: Loss = Power(2),  # noqa: B008 (frozen)
-) -> UniversalSet:
-    """The universal set from two passes over the keys, in O(d²) memory besides U itself.
-
-    The first pass sums the Gram (and carries R where it is ill-conditioned), the second scores each block against it.
-
-    Args:
-        blocks: a callable that yields the blocks (m, d) in order; it is called once for each pass.
-        eps: threshold in (0, 1].
-        loss: f.
-
-    Example:
-        >>> keys = torch.cat([torch.randn(5000, 3) * 0.01, torch.eye(3)])
-        >>> u = two_pass(lambda: keys.split(700), eps=0.5)
-        >>> sorted(u.index[u.valid].tolist())
-        [5000, 5001, 5002]
-    """
-    eps = require_eps(eps)
-    sieve: Sieve | None = None
-    count = 0
-    for block in blocks():
-        require_keys(block, "block")
-        if not block.sum(dtype=torch.float64).isfinite():
-            require_finite(block, f"block at position {count}")
-        if sieve is None:
-            sieve = sieve_for(loss, block.shape[-1], 1, block.device)
-        sieve.update(block.unsqueeze(0))
-        count += len(block)
-    if sieve is None:
-        raise ValueError("blocks: expected at least one block, got none")
-    positions, scores, first = [], [], 0
-    for block in blocks():
-        reached = sieve.scores(block.unsqueeze(0), eps).squeeze(0)
-        hit = reaches(reached, eps).nonzero().squeeze(-1)
-        positions.append(hit + first)
-        scores.append(reached[hit])
-        first += len(block)
-    if first != count:
-        raise ValueError(f"blocks: expected the same rows in both passes, got {count} and then {first}")
-    found = select_at(sieve, torch.cat(scores).unsqueeze(0), torch.cat(positions).unsqueeze(0), eps, count)
-    slots = {name: getattr(found, name).squeeze(0) for name in ("index", "valid", "scores", "eps", "rank")}
-    return UniversalSet(**slots, route=found.route)
-
-
-def select_at(sieve: Sieve, scores: Tensor, positions: Tensor, eps: float, n: int) -> UniversalSet:
-    """The set of those positions (heads, m) whose score reaches ε, out of n rows in all."""
-    if scores.shape[-1] == 0:
-        scores, positions = (t.new_zeros(*t.shape[:-1], 1) for t in (scores, positions))
-    cap = min(scores.shape[-1], capacity(sieve.total(n), eps, n))
-    slots = select_above(scores, eps, cap)
-    index = positions.gather(-1, slots.index) * slots.valid
-    return UniversalSet(index, slots.valid, slots.scores, slots.eps, rank=sieve.rank(), route=sieve.route)

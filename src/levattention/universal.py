@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -112,6 +112,14 @@ def select_above(scores: Float64[Tensor, "*batch n"], eps: float, cap: int, **fo
     valid = reaches(ranked, eps)
     threshold = torch.full(scores.shape[:-1], eps, dtype=torch.float64, device=scores.device)
     return UniversalSet(index * valid, valid, ranked * valid, threshold, **found)
+
+
+def select_positions(scores: Float64[Tensor, "*batch m"], positions: Tensor, eps: float, cap: int) -> UniversalSet:
+    """The set of those positions (*batch, m) whose score reaches ε; `cap` as in `select_above`."""
+    if scores.shape[-1] == 0:
+        scores, positions = (values.new_zeros((*values.shape[:-1], 1)) for values in (scores, positions))
+    slots = select_above(scores, eps, min(scores.shape[-1], cap))
+    return replace(slots, index=positions.gather(-1, slots.index) * slots.valid)
 
 
 def universal_set(
