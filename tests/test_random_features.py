@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from oracles import attention
 
 from levattention import leverage_scores
 from levattention.random_features import RandomFeatures
+from oracles import attention
 
 
 def median_of_means(samples, groups):

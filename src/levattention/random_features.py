@@ -62,7 +62,9 @@ class RandomFeatures:
         exponent = small @ self.directions.to(rows.device).mT - small.square().sum(-1, keepdim=True) / 2
         values = exponent.exp() / math.sqrt(self.features)
         if not values.isfinite().all():
-            raise ValueError(f"rows: exp({float(exponent.max()):.3g}) is not finite; the rows are too long or not finite")
+            raise ValueError(
+                f"rows: exp({float(exponent.max()):.3g}) is not finite; the rows are too long or not finite"
+            )
         return values
 
     def __repr__(self) -> str:

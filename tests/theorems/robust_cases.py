@@ -1,6 +1,7 @@
 """Keys on which the robust theorems are attacked, in two and in five dimensions."""
 
 import torch
+
 from strategies import conditioned, heavy_tailed, spikes
 
 

@@ -7,9 +7,12 @@ from typing import ClassVar, Protocol, runtime_checkable
 from torch import Tensor
 
 from levattention.scorers.baselines import Norm, Random
+from levattention.scorers.hashing import HashedReference
 from levattention.scorers.leverage import Leverage
+from levattention.scorers.robust import Robust
+from levattention.scorers.softmax import SoftmaxBall
 
-__all__ = ["Leverage", "Norm", "Random", "Scorer"]
+__all__ = ["HashedReference", "Leverage", "Norm", "Random", "Robust", "Scorer", "SoftmaxBall"]
 
 
 @runtime_checkable

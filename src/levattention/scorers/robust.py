@@ -150,18 +150,16 @@ def huber_grid(white: Float64[Tensor, "*batch n d"], loss: Huber) -> Float64[Ten
     which falls in t up to s and rises from there. So on [s, 2s] the larger end bounds the share, and either of the
     two scales may be used; below the first scale r² does, beyond the last one c·r/√s.
     """
-    previous, upper = None, None
-    for scale, _, stretch in huber_scales(white, loss):
+    scales = huber_scales(white, loss)
+    scale, _, upper = next(scales)
+    size = upper.sqrt()
+    for scale, _, stretch in scales:
+        low = scale / 2
+        from_below = loss(size * 2 * low**0.5) / scale
         size = stretch.sqrt()
-        if previous is None:
-            upper = stretch
-        else:
-            low = scale / 2
-            from_below = loss(previous * 2 * low**0.5) / scale
-            from_above = loss(size * low**0.5) / low
-            upper = torch.maximum(upper, torch.minimum(from_below, from_above))
-        previous = size
-    return torch.maximum(upper, loss.linear * previous / scale**0.5)
+        from_above = loss(size * low**0.5) / low
+        upper = torch.maximum(upper, torch.minimum(from_below, from_above))
+    return torch.maximum(upper, loss.linear * size / scale**0.5)
 
 
 def huber_scales(white: Tensor, loss: Huber) -> Iterator[tuple[float, Tensor, Tensor]]:
