@@ -178,7 +178,7 @@ def huber_scales(white: Tensor, loss: Huber) -> Iterator[tuple[float, Tensor, Te
 
 
 def tukey_grid(white: Float64[Tensor, "*batch n d"]) -> Float64[Tensor, "*batch n"]:
-    """Upper bounds from the levels α = 1/2, 1/4, … down to 1/n: the least over levels."""
+    """Upper bounds from the levels α = 1/2, 1/4, … down to about d/n: the least over levels."""
     upper = (white != 0).any(-1).double()
     for level in tukey_levels(white):
         upper = torch.minimum(upper, tukey_level(white, level)[1])
@@ -186,8 +186,9 @@ def tukey_grid(white: Float64[Tensor, "*batch n d"]) -> Float64[Tensor, "*batch 
 
 
 def tukey_levels(white: Tensor) -> list[float]:
-    """1/2, 1/4, … until 1/n is covered."""
-    return [2.0**-power for power in range(1, max(1, math.ceil(math.log2(white.shape[-2]))) + 1)]
+    """1/2, 1/4, … while α ≥ 1.25·d/n. Below r/n no weights exist, since Σwr² = r, and close to it they are slow."""
+    n, d = white.shape[-2:]
+    return [2.0**-power for power in range(1, math.floor(math.log2(max(1.0, n / (1.25 * d)))) + 1)]
 
 
 def tukey_level(
@@ -208,7 +209,9 @@ def tukey_level(
         stretch = (leverage.log() - log_weights).exp()
         over = kept & (stretch > level / DROPPED)
         if budget <= 0:
-            over = over | kept & (leverage > level * math.exp(LEVEL_TOL))
+            # The worst offenders alone: without them the others may settle.
+            worst = (leverage.amax(-1, keepdim=True) * level).sqrt()
+            over = over | kept & (leverage >= worst) & (leverage > level * math.exp(LEVEL_TOL))
         if over.any():
             kept = kept & ~over
             rest = white * kept.unsqueeze(-1)
