@@ -30,7 +30,7 @@ def test_huber_bounds_hold_the_convex_optimum_between_them(make):
     keys = make(40, 3)
     lower, upper = robust_sensitivities(keys, Huber())
     white = torch.linalg.qr(keys).Q.numpy()
-    for i in lower.topk(3).indices.tolist() + [7, 23]:
+    for i in [*lower.topk(3).indices.tolist(), 7, 23]:
         true = max(huber_share(white, i, size) for size in 2.0 ** np.arange(-2, 7, 0.5))
         assert true <= upper[i] * (1 + 1e-6)
         assert true <= lower[i] * 1.05

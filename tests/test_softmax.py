@@ -75,7 +75,7 @@ def test_an_iteration_cut_short_still_certifies(steps, monkeypatch):
     scores = SoftmaxBall(5.0, gap=1e-5)(keys)
     assert (scores >= exact_lower * (1 - 1e-12)).all()
     assert (scores > exact_upper * 1.01).any()
-    with pytest.raises(ConvergenceError, match="asked for 1.00e-05"):
+    with pytest.raises(ConvergenceError, match=r"asked for 1\.00e-05"):
         softmax_sensitivities(keys, Softmax(5.0), gap=1e-5)
 
 

@@ -1,6 +1,7 @@
 """Keys on which the robust theorems are attacked, in two and in five dimensions."""
 
 import torch
+
 from strategies import conditioned, heavy_tailed, spikes
 
 
@@ -18,6 +19,7 @@ def in_the_plane():
         "heavy-tailed": heavy_tailed(60, 2),
         "spikes": spikes(60, 2),
         "falling scales": gauss * scales,
+        "very different lengths": gauss * torch.rand(60, 1, generator=generator, dtype=torch.float64) ** -4,
         "a group of nine": shared.double(),
         "a key of its own": own.double(),
         "duplicates": duplicates,

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from strategies import heavy_tailed
 
 from levattention.scorers.softmax import SoftmaxBall
 from levattention.universal import reaches
+from strategies import heavy_tailed
 
 
 def climb(keys, targets, radius, generator, steps=150):

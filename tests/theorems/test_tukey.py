@@ -59,6 +59,25 @@ def test_keys_that_leave_the_span_are_in_the_set_and_within_the_bound(eps):
     assert reaches(scores, eps).sum() <= 7 / eps
 
 
+@pytest.mark.parametrize("eps", [0.9, 0.06])
+def test_keys_that_leave_the_span_are_found_in_any_coordinates(eps, generator):
+    # Rotated, the crowd has rounding in the direction that only one key has; it must not pass for support.
+    crowd = torch.randn(500, 3, generator=generator, dtype=torch.float64)
+    keys = torch.block_diag(torch.eye(2, dtype=torch.float64), crowd)
+    keys = keys @ torch.linalg.qr(torch.randn(5, 5, generator=generator, dtype=torch.float64)).Q
+    assert universal(keys, eps).nonzero().squeeze(-1).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_keys_of_very_different_lengths_stay_within_the_bound(seed):
+    # Lengths spread over ten powers of ten: weights fall to about 1e-20 and matter all the same.
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.rand(200, 1, generator=generator, dtype=torch.float64) ** -4
+    keys = torch.randn(200, 6, generator=generator, dtype=torch.float64) * lengths
+    for eps in (0.5, 0.25, 0.1):
+        assert universal(keys, eps).sum() <= math.floor(6 / eps * 1.0021)
+
+
 def test_a_key_outside_the_span_but_for_rounding_is_not_missed():
     # The crowd reaches into the third direction by 1e-9 alone: there the spike's weight falls to nothing.
     generator = torch.Generator().manual_seed(2)

@@ -7,11 +7,14 @@ from typing import ClassVar, Protocol, runtime_checkable
 from torch import Tensor
 
 from levattention.scorers.baselines import Norm, Random
+from levattention.scorers.hashing import HashedReference
 from levattention.scorers.leverage import Leverage
 from levattention.scorers.lewis import Lewis
 from levattention.scorers.lift import Lift, PowerBound
+from levattention.scorers.robust import Robust
+from levattention.scorers.softmax import SoftmaxBall
 
-__all__ = ["Leverage", "Lewis", "Lift", "Norm", "PowerBound", "Random", "Scorer"]
+__all__ = ["HashedReference", "Leverage", "Lewis", "Lift", "Norm", "PowerBound", "Random", "Robust", "Scorer", "SoftmaxBall"]
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -33,8 +33,13 @@ FINE, COARSE = 1e-7, 1e-3
 LEVEL_TOL = 1e-3
 LEVEL_STEPS = 400
 
-# A weight below this belongs to a key that leaves the span of the others: it is dropped, which is always safe.
-DROPPED = 1e-10
+# A weight below this belongs to a key that leaves the span of the others, up to rounding: it is dropped, which is
+# always safe. Directions in which the rest then measures less than SPAN_RTOL of its largest are rounding.
+DROPPED = 1e-22
+SPAN_RTOL = 1e-13
+
+# How far below their reference weights may fall before new coordinates are due.
+STRAYED = 1e-5
 
 # The search for witnesses: steps of reweighted least squares, and elements of one tile of it.
 SEARCH_STEPS = 12
@@ -50,6 +55,7 @@ class Robust:
 
     Attributes:
         loss: `Huber` or `Tukey`; its threshold does not matter.
+        rtol: which directions of the keys count as rounding, as in `leverage_scores`.
 
     Example:
         >>> keys = torch.cat([torch.eye(2).repeat(40, 1), torch.tensor([[0.0, 9.0]])])
@@ -59,12 +65,13 @@ class Robust:
     """
 
     loss: Huber | Tukey = Huber()  # noqa: RUF009 (frozen)
+    rtol: float | Literal["exact"] | None = None
 
     certified: ClassVar[bool] = True
 
     def __call__(self, keys: Tensor) -> Float64[Tensor, "*batch n"]:
         """Certified scores of every key, (*batch, n, d) -> (*batch, n)."""
-        white = whitened(keys)
+        white = whitened(keys, self.rtol)
         upper = huber_grid(white, _unit(self.loss)) if isinstance(self.loss, Huber) else tukey_grid(white)
         return upper.clamp(max=1.0)
 
@@ -77,7 +84,7 @@ class Robust:
             ValueError: bad keys, or eps outside (0, 1].
         """
         eps = require_eps(eps)
-        white = whitened(keys)
+        white = whitened(keys, self.rtol)
         if isinstance(self.loss, Huber):
             loss = _unit(self.loss)
             scale = loss.linear**2 / eps
@@ -98,11 +105,11 @@ def _unit(loss: Huber) -> Huber:
     return replace(loss, threshold=1.0)
 
 
-def whitened(keys: Tensor) -> Float64[Tensor, "*batch n d"]:
+def whitened(keys: Tensor, rtol: float | Literal["exact"] | None = None) -> Float64[Tensor, "*batch n d"]:
     """The keys in coordinates in which KᵀK is the identity (zero on the null space): f(Ky) ranges over the same."""
     require_keys(keys)
     require_finite(keys)
-    return keys.double() @ factor_keys(keys)[0].whitener
+    return keys.double() @ factor_keys(keys, rtol)[0].whitener
 
 
 def weighted_leverage(white: Tensor, weights: Tensor) -> Tensor:
@@ -150,18 +157,16 @@ def huber_grid(white: Float64[Tensor, "*batch n d"], loss: Huber) -> Float64[Ten
     which falls in t up to s and rises from there. So on [s, 2s] the larger end bounds the share, and either of the
     two scales may be used; below the first scale r² does, beyond the last one c·r/√s.
     """
-    previous, upper = None, None
-    for scale, _, stretch in huber_scales(white, loss):
+    scales = huber_scales(white, loss)
+    scale, _, upper = next(scales)
+    size = upper.sqrt()
+    for scale, _, stretch in scales:
+        low = scale / 2
+        from_below = loss(size * 2 * low**0.5) / scale
         size = stretch.sqrt()
-        if previous is None:
-            upper = stretch
-        else:
-            low = scale / 2
-            from_below = loss(previous * 2 * low**0.5) / scale
-            from_above = loss(size * low**0.5) / low
-            upper = torch.maximum(upper, torch.minimum(from_below, from_above))
-        previous = size
-    return torch.maximum(upper, loss.linear * previous / scale**0.5)
+        from_above = loss(size * low**0.5) / low
+        upper = torch.maximum(upper, torch.minimum(from_below, from_above))
+    return torch.maximum(upper, loss.linear * size / scale**0.5)
 
 
 def huber_scales(white: Tensor, loss: Huber) -> Iterator[tuple[float, Tensor, Tensor]]:
@@ -173,7 +178,7 @@ def huber_scales(white: Tensor, loss: Huber) -> Iterator[tuple[float, Tensor, Te
 
 
 def tukey_grid(white: Float64[Tensor, "*batch n d"]) -> Float64[Tensor, "*batch n"]:
-    """Upper bounds from the levels α = 1/2, 1/4, … down to 1/n: the least over levels."""
+    """Upper bounds from the levels α = 1/2, 1/4, … down to about d/n: the least over levels."""
     upper = (white != 0).any(-1).double()
     for level in tukey_levels(white):
         upper = torch.minimum(upper, tukey_level(white, level)[1])
@@ -181,8 +186,9 @@ def tukey_grid(white: Float64[Tensor, "*batch n d"]) -> Float64[Tensor, "*batch 
 
 
 def tukey_levels(white: Tensor) -> list[float]:
-    """1/2, 1/4, … until 1/n is covered."""
-    return [2.0**-power for power in range(1, max(1, math.ceil(math.log2(white.shape[-2]))) + 1)]
+    """1/2, 1/4, … while α ≥ 1.25·d/n. Below r/n no weights exist, since Σwr² = r, and close to it they are slow."""
+    n, d = white.shape[-2:]
+    return [2.0**-power for power in range(1, math.floor(math.log2(max(1.0, n / (1.25 * d)))) + 1)]
 
 
 def tukey_level(
@@ -196,46 +202,76 @@ def tukey_level(
     """
     live = (white != 0).any(-1)
     kept, log_weights = live, torch.zeros(live.shape, dtype=torch.float64, device=white.device)
+    rows, base, budget = white, log_weights, LEVEL_STEPS
     while True:
-        log_weights, leverage = balance(white, log_weights, kept, level)
+        log_weights, leverage, spent = balance(rows, base, log_weights, kept, level, budget)
+        budget -= spent
         stretch = (leverage.log() - log_weights).exp()
-        over = kept & ((leverage > level * math.exp(LEVEL_TOL)) | (stretch > level / DROPPED))
-        if not over.any():
+        over = kept & (stretch > level / DROPPED)
+        if budget <= 0:
+            # The worst offenders alone: without them the others may settle.
+            worst = (leverage.amax(-1, keepdim=True) * level).sqrt()
+            over = over | kept & (leverage >= worst) & (leverage > level * math.exp(LEVEL_TOL))
+        if over.any():
+            kept = kept & ~over
+            rest = white * kept.unsqueeze(-1)
+            white = rest @ factor_keys(rest, SPAN_RTOL)[0].whitener
+            budget = max(budget, LEVEL_STEPS // 8)
+        elif budget <= 0 or float(_aim_off(log_weights, leverage, kept, level).abs().max()) <= LEVEL_TOL:
             break
-        kept = kept & ~over
-        # Without the dropped keys the rest may be ill-conditioned: new coordinates before the next Gram.
-        rest = white * kept.unsqueeze(-1)
-        white = rest @ factor_keys(rest, rtol="exact")[0].whitener
+        # Weights far apart make an ill-conditioned Gram: go on in coordinates in which the present one is I.
+        base = torch.where(kept, log_weights, 0.0)
+        rows = white * (base / 2).exp().unsqueeze(-1)
+        rows = rows @ factor_keys(rows, "exact")[0].whitener
     ceiling = leverage.amax(-1, keepdim=True).clamp(min=level)
     scores = torch.where(kept, torch.maximum(stretch, ceiling), live.double())
     return log_weights.exp(), scores
 
 
 def balance(
-    white: Tensor, log_weights: Tensor, kept: Bool[Tensor, "*batch n"], level: float
-) -> tuple[Float64[Tensor, "*batch n"], Float64[Tensor, "*batch n"]]:
-    """(log w, w·r²) near the fixed point w = min(1, α/r²), or where the first key has to be dropped.
+    rows: Tensor, base: Tensor, log_weights: Tensor, kept: Bool[Tensor, "*batch n"], level: float, budget: int
+) -> tuple[Float64[Tensor, "*batch n"], Float64[Tensor, "*batch n"], int]:
+    """(log w, w·r², steps taken) nearer the fixed point w = min(1, α/r²).
 
-    Plain steps approach it only like 1/steps in the worst case, so every other step extrapolates the last two
-    (Varadhan and Roland's squared step). No step has to be trusted: the certificate is read off the result.
+    `rows` are the keys times √exp(base) in coordinates that suit them. Plain steps approach the fixed point only like
+    1/steps in the worst case, so the last two are extrapolated (Varadhan and Roland's squared step); a jump that
+    ends farther off is taken back. No step has to be trusted: the certificate is read off the result. Stops at the
+    fixed point, where a key has to be dropped, where weights have left the coordinates' range, or when the budget
+    is spent.
     """
-    first = None
-    for _ in range(LEVEL_STEPS):
-        leverage = weighted_leverage(white, log_weights.exp())
-        aim = (log_weights + math.log(level) - leverage.clamp(min=1e-300).log()).clamp(max=0.0)
-        move = (aim - log_weights) * kept
-        leaving = kept & (aim < math.log(DROPPED))
-        if float(move.abs().max()) <= LEVEL_TOL or leaving.any():
+    reach = torch.full_like(log_weights[..., :1], 4.0)
+    first = plain = before = None
+    for step in range(1, budget + 1):
+        leverage = weighted_leverage(rows, (log_weights - base).exp() * kept)
+        move = _aim_off(log_weights, leverage, kept, level)
+        if step == budget or float(move.abs().max()) <= LEVEL_TOL:
+            break
+        if plain is not None and before is not None:
+            good = move.norm(dim=-1, keepdim=True) <= before * 1.01
+            reach = torch.where(good, reach * 2, reach / 2).clamp(1.0, 64.0)
+            log_weights, plain = torch.where(good, log_weights + move, plain), None
+            continue
+        leaving = kept & (log_weights + move < math.log(DROPPED))
+        strayed = kept & (log_weights < base + math.log(STRAYED))
+        if (leaving | strayed).any():
             break
         if first is None:
             first, log_weights = move, log_weights + move
             continue
-        turn = move - first
-        stride = (first.norm(dim=-1, keepdim=True) / turn.norm(dim=-1, keepdim=True).clamp(min=1e-12)).clamp(1.0, 32.0)
+        turn, before, plain = move - first, move.norm(dim=-1, keepdim=True), log_weights + move
+        stride = first.norm(dim=-1, keepdim=True) / turn.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+        stride = torch.minimum(stride.clamp(min=1.0), reach)
         jump = log_weights - first + 2 * stride * first + stride.square() * turn
         # A jump may end at the edge of being dropped, never beyond: only the map itself drops a key.
-        first, log_weights = None, jump.clamp(min=math.log(DROPPED), max=0.0)
-    return log_weights, leverage
+        edge = (base + 2 * math.log(STRAYED)).clamp(min=math.log(DROPPED))
+        first, log_weights = None, torch.where(kept, torch.maximum(jump, edge).clamp(max=0.0), log_weights)
+    return log_weights, leverage, step
+
+
+def _aim_off(log_weights: Tensor, leverage: Tensor, kept: Tensor, level: float) -> Tensor:
+    """log min(1, α/r²) − log w: how far the map moves each weight."""
+    aim = (log_weights + math.log(level) - leverage.clamp(min=1e-300).log()).clamp(max=0.0)
+    return (aim - log_weights) * kept
 
 
 def robust_sensitivities(
