@@ -18,6 +18,7 @@ _HOME = {
     "UniversalSet": "universal",
     "leverage_scores": "scorers.leverage",
     "lewis_weights": "scorers.lewis",
+    "sensitivities": "scorers.sensitivity",
     "universal_set": "universal",
     "witness": "scorers.leverage",
 }
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from levattention.scorers.leverage import leverage_scores as leverage_scores
     from levattention.scorers.leverage import witness as witness
     from levattention.scorers.lewis import lewis_weights as lewis_weights
+    from levattention.scorers.sensitivity import sensitivities as sensitivities
     from levattention.universal import UniversalSet as UniversalSet
     from levattention.universal import universal_set as universal_set
 

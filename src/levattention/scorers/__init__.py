@@ -10,8 +10,9 @@ from levattention.scorers.baselines import Norm, Random
 from levattention.scorers.leverage import Leverage
 from levattention.scorers.lewis import Lewis
 from levattention.scorers.lift import Lift, PowerBound
+from levattention.scorers.sensitivity import Sensitivities, Sensitivity
 
-__all__ = ["Leverage", "Lewis", "Lift", "Norm", "PowerBound", "Random", "Scorer"]
+__all__ = ["Leverage", "Lewis", "Lift", "Norm", "PowerBound", "Random", "Scorer", "Sensitivities", "Sensitivity"]
 
 
 @runtime_checkable
