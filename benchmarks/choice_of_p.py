@@ -14,41 +14,43 @@ import levattention as la
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from strategies import heavy_tailed
-from theorems.test_choice_of_p import one_tall_entry, pairs_and_crowds
+from strategies import heavy_tailed  # noqa: E402 (found through the path above)
+from theorems.test_choice_of_p import one_tall_entry, pairs_and_crowds  # noqa: E402
 
 
 def tall_entries(axes: plt.Axes) -> None:
-    """The largest weight that any query can give the tall entry, as n grows."""
+    """What the query along the first axis gives the tall entry, and the most any query gives it under x²."""
     counts = [100, 300, 1000, 3000, 10_000, 30_000]
     for p, colour in ((4, "tab:blue"), (6, "tab:green")):
-        weights = {"own": [], "square": []}
+        own, square = [], []
         for n in counts:
             keys = one_tall_entry(n, p)
-            weights["own"].append(la.scorers.Sensitivity(la.Power(p)).decide(keys, 0.3)[0].item())
-            weights["square"].append(la.leverage_scores(keys)[0].item())
-        axes.loglog(counts, weights["own"], color=colour, marker="o", label=f"under |x|^{p}")
-        axes.loglog(
-            counts, weights["square"], color=colour, marker="s", linestyle="--", label=f"same key under x² (p = {p})"
-        )
-    axes.set(xlabel="n", ylabel="largest weight of the key", title="One score of n^(1/p), all others of size 1")
+            values = la.Power(p)(keys[:, 0])
+            own.append((values[0] / values.sum()).item())
+            square.append(la.leverage_scores(keys)[0].item())
+        axes.loglog(counts, own, color=colour, marker="o", label=f"one query, under |x|^{p}")
+        axes.loglog(counts, square, color=colour, marker="s", linestyle="--", label=f"best query, under x² (p = {p})")
+    axes.set(xlabel="n", ylabel="weight of the key", title="One score of n^(1/p), all others of size 1")
     axes.legend()
 
 
 def small_entries(axes: plt.Axes) -> None:
     """Keys kept so that an entry of relative size ε survives, on two kinds of keys."""
-    levels = [0.3, 0.2, 0.1, 0.05, 0.03, 0.02]
-    tails = heavy_tailed(50_000, 4)
+    levels = [0.3, 0.2, 0.1, 0.05, 0.02]
+    tails = heavy_tailed(20_000, 4)
     for name, make, colour in (
         ("crowds", pairs_and_crowds, "tab:blue"),
         ("heavy tails", lambda eps: tails, "tab:orange"),
     ):
         square = [int(la.universal_set(make(eps), eps=eps**2 / 2).size) for eps in levels]
         absolute = [int(la.universal_set(make(eps), eps=eps / 2, loss=la.Power(1)).size) for eps in levels]
-        axes.loglog(levels, square, color=colour, marker="s", linestyle="--", label=f"{name}: x² at ε²/2")
-        axes.loglog(levels, absolute, color=colour, marker="o", label=f"{name}: |x| at ε/2")
-    axes.loglog(levels, [8 / eps**2 for eps in levels], color="gray", linestyle=":", label="d/(ε²/2) and d/(ε/2)")
-    axes.loglog(levels, [8 / eps for eps in levels], color="gray", linestyle=":")
+        print(name, levels, "x²:", square, "|x|:", absolute)
+        axes.plot(levels, square, color=colour, marker="s", linestyle="--", label=f"{name}: x² at ε²/2")
+        axes.plot(levels, absolute, color=colour, marker="o", label=f"{name}: |x| at ε/2")
+    axes.plot(levels, [8 / eps**2 for eps in levels], color="gray", linestyle=":", label="d/(ε²/2) and d/(ε/2)")
+    axes.plot(levels, [8 / eps for eps in levels], color="gray", linestyle=":")
+    axes.set(xscale="log", yscale="symlog", ylim=(-0.2, None), xticks=levels, xticklabels=levels)
+    axes.minorticks_off()
     axes.set(xlabel="relative size ε of the entry to keep", ylabel="|U|", title="Keeping an entry ε next to a 1, d = 4")
     axes.legend()
 

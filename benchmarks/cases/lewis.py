@@ -39,7 +39,7 @@ def run() -> dict:
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(100_000, 64, generator=generator)
     seconds = medians(
-        {"leverage": lambda: la.leverage_scores(keys), "Lewis p=4": lambda: la.lewis_weights(keys, 4)}, repeats=3
+        {"leverage": lambda: la.leverage_scores(keys), "Lewis p=4": lambda: la.lewis_weights(keys, 4)}, repeats=5
     )
     figures: dict = {f"{name} s": value for name, value in seconds.items()}
     figures["Lewis p=4 in leverage passes"] = seconds["Lewis p=4"] / seconds["leverage"]
