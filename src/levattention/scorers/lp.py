@@ -201,31 +201,14 @@ def interior(dual: Dual, rows: Tensor, z: Tensor, bounds: Bounds, done: Done) ->
     u, v = z.clamp(min=0.0) + spread, (-z).clamp(min=0.0) + spread
     n = z.shape[-1]
     for _ in range(INTERIOR_STEPS):
-        up, down = 1 - a, 1 + a
-        curvature = 1 / (u / up + v / down)
-        gram = dual.gram(curvature)
-        short = height * target - a @ dual.basis
-        split = u - v - y @ dual.basis.mT
-        off = 1 - (y * target).sum(-1, keepdim=True)
-        ray, _ = torch.linalg.solve_ex(gram, target)
-        ray_height = (ray * target).sum(-1, keepdim=True)
-
-        def step(to_u: Tensor, to_v: Tensor) -> tuple[Tensor, ...]:
-            """The Newton step that moves u(1−a) by to_u and v(1+a) by to_v."""
-            pull = split + to_u / up - to_v / down  # noqa: B023 (called in this turn of the loop)
-            right = short + (curvature * pull) @ dual.basis  # noqa: B023
-            plain, _ = torch.linalg.solve_ex(gram, right)  # noqa: B023
-            d_height = (off - (plain * target).sum(-1, keepdim=True)) / ray_height  # noqa: B023
-            dy = plain + ray * d_height  # noqa: B023
-            da = curvature * (dy @ dual.basis.mT - pull)  # noqa: B023
-            return da, d_height, dy, (to_u + u * da) / up, (to_v - v * da) / down  # noqa: B023
-
+        system = CentralPath(dual, target, a, height, y, u, v)
+        up, down = system.up, system.down
         gap = (u * up + v * down).sum(-1, keepdim=True)
-        da, _, _, du, dv = step(-u * up, -v * down)
+        da, _, _, du, dv = system.step(-u * up, -v * down)
         box, sign = box_length(a, da), torch.minimum(positive_length(u, du), positive_length(v, dv))
         after = ((u + sign * du) * (up - box * da) + (v + sign * dv) * (down + box * da)).sum(-1, keepdim=True)
         centre = (after / gap).clamp(min=0.0) ** 3 * gap / (2 * n)
-        da, d_height, dy, du, dv = step(centre - u * up + da * du, centre - v * down - da * dv)
+        da, d_height, dy, du, dv = system.step(centre - u * up + da * du, centre - v * down - da * dv)
         box = FRACTION * box_length(a, da)
         sign = FRACTION * torch.minimum(positive_length(u, du), positive_length(v, dv))
         moved = (a + box * da, height + box * d_height, y + sign * dy, u + sign * du, v + sign * dv)
@@ -239,6 +222,30 @@ def interior(dual: Dual, rows: Tensor, z: Tensor, bounds: Bounds, done: Done) ->
             return
         rows, target = rows[left], target[left]
         a, height, y, u, v = a[left], height[left], y[left], u[left], v[left]
+
+
+class CentralPath:
+    """The equations of the central path, linearised at a point; one factor serves predictor and corrector."""
+
+    def __init__(self, dual: Dual, target: Tensor, a: Tensor, height: Tensor, y: Tensor, u: Tensor, v: Tensor) -> None:
+        self.dual, self.target, self.u, self.v = dual, target, u, v
+        self.up, self.down = 1 - a, 1 + a
+        self.curvature = 1 / (u / self.up + v / self.down)
+        self.gram = dual.gram(self.curvature)
+        self.short = height * target - a @ dual.basis
+        self.split = u - v - y @ dual.basis.mT
+        self.off = 1 - (y * target).sum(-1, keepdim=True)
+        self.ray, _ = torch.linalg.solve_ex(self.gram, target)
+
+    def step(self, to_u: Tensor, to_v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Moves of (a, λ, y, u, v) that change u(1−a) by to_u, v(1+a) by to_v, and meet the linear constraints."""
+        basis, target = self.dual.basis, self.target
+        pull = self.split + to_u / self.up - to_v / self.down
+        plain, _ = torch.linalg.solve_ex(self.gram, self.short + (self.curvature * pull) @ basis)
+        met = (self.off - (plain * target).sum(-1, keepdim=True)) / (self.ray * target).sum(-1, keepdim=True)
+        dy = plain + self.ray * met
+        da = self.curvature * (dy @ basis.mT - pull)
+        return da, met, dy, (to_u + self.u * da) / self.up, (to_v - self.v * da) / self.down
 
 
 def box_length(a: Tensor, move: Tensor) -> Float64[Tensor, "b 1"]:
