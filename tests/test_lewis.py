@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import levattention as la
 from levattention.scorers import Lewis, Lift, PowerBound, lewis
@@ -88,6 +89,27 @@ def test_the_block_size_does_not_matter(monkeypatch):
     whole = la.lewis_weights(HARD["heavy"], 3)
     monkeypatch.setattr("levattention.gram.CPU_TILE", 1 << 9)
     torch.testing.assert_close(la.lewis_weights(HARD["heavy"], 3), whole, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("matrix", [gauss(40_000, 64).float(), conditioned(40_000, 64, 1e5)])
+def test_nothing_of_the_size_of_the_keys_is_made(matrix):
+    """A million keys in 64 dimensions need only vectors of length n and tiles beside the keys themselves."""
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            new = isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() != owned
+            if new:
+                self.size = max(self.size, out.numel())
+            return out
+
+    owned = matrix.untyped_storage().data_ptr()
+    with Largest() as made:
+        la.lewis_weights(matrix, 3, tol=1e-2)
+    # One tile, with the triangle of a QR on top of it.
+    assert 0 < made.size <= (1 << 18) + 64 * 64 < matrix.numel() // 8
 
 
 @pytest.mark.parametrize("p", [3, 4, 10])

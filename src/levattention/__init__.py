@@ -24,6 +24,7 @@ _HOME = {
     "online_universal_set": "online",
     "two_pass": "passes",
     "lewis_weights": "scorers.lewis",
+    "sensitivities": "scorers.sensitivity",
     "universal_set": "universal",
     "witness": "scorers.leverage",
 }
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from levattention.scorers.leverage import leverage_scores as leverage_scores
     from levattention.scorers.leverage import witness as witness
     from levattention.scorers.lewis import lewis_weights as lewis_weights
+    from levattention.scorers.sensitivity import sensitivities as sensitivities
     from levattention.stream import KeyStream as KeyStream
     from levattention.universal import UniversalSet as UniversalSet
     from levattention.universal import universal_set as universal_set

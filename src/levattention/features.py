@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from levattention.checks import FLOATS
+from levattention.random_features import RandomFeatures
+
+__all__ = ["Identity", "KeyMap", "RandomFeatures", "TensorPower", "map_keys"]
 
 KeyMap = Callable[[Tensor], Tensor]
 """Rows (*batch, n, d) -> rows (*batch, n, D)."""

@@ -14,8 +14,8 @@ from levattention.checks import require_count, require_eps, require_finite, requ
 from levattention.csr import csr_pick, is_csr
 from levattention.features import KeyMap, map_keys
 from levattention.gram import Advance
-from levattention.losses import Loss, Power
-from levattention.scorers import Leverage, PowerBound, Scorer
+from levattention.losses import Huber, Loss, Power, Softmax, Tukey
+from levattention.scorers import Leverage, PowerBound, Robust, Scorer, SoftmaxBall
 
 # A score this much under ε, relatively, still counts as reaching it, so that rounding loses no key that ties with ε.
 SLACK = 1e-9
@@ -191,4 +191,8 @@ def default_scorer(loss: Loss) -> Scorer:
         return Leverage()
     if isinstance(loss, Power):
         return PowerBound(loss.p)
-    raise ValueError(f"loss: no scorer for {loss}")
+    if isinstance(loss, Huber | Tukey):
+        return Robust(loss)
+    if isinstance(loss, Softmax):
+        return SoftmaxBall(loss.radius, loss.scale)
+    raise ValueError(f"loss: expected Power, Huber, Tukey or Softmax, got {loss!r}; give a scorer with other losses")

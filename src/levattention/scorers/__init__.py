@@ -12,9 +12,23 @@ from levattention.scorers.leverage import Leverage
 from levattention.scorers.lewis import Lewis
 from levattention.scorers.lift import Lift, PowerBound
 from levattention.scorers.robust import Robust
+from levattention.scorers.sensitivity import Sensitivities, Sensitivity
 from levattention.scorers.softmax import SoftmaxBall
 
-__all__ = ["HashedReference", "Leverage", "Lewis", "Lift", "Norm", "PowerBound", "Random", "Robust", "Scorer", "SoftmaxBall"]
+__all__ = [
+    "HashedReference",
+    "Leverage",
+    "Lewis",
+    "Lift",
+    "Norm",
+    "PowerBound",
+    "Random",
+    "Robust",
+    "Scorer",
+    "Sensitivities",
+    "Sensitivity",
+    "SoftmaxBall",
+]
 
 
 @runtime_checkable

@@ -35,30 +35,34 @@ class LewisFit:
         log_powers: t = log r^p = (p/2)·log kᵀ(KᵀW^(1−2/p)K)⁺k. The fixed point is t = x.
         residual: max |t − x|.
         steps: iterations taken.
-        factor: what whitens KᵀW^(1−2/p)K: r² = ‖kP‖².
+        whitener: P with r² = ‖kP‖².
     """
 
     log_weights: Float64[Tensor, "*batch n"]
     log_powers: Float64[Tensor, "*batch n"]
     residual: float
     steps: int
-    factor: Tensor
+    whitener: Float64[Tensor, "*batch d d"]
 
-    def sensitivity_bound(self, p: float) -> Float64[Tensor, "*batch n"]:
-        """σᵢ ≤ rᵢ^p·(Σw)^(p/2−1) for p ≥ 2 and σᵢ ≤ rᵢ^p·c^((2−p)/p), c = max(1, max r^p/w), for p < 2.
+    def log_distortion(self, p: float) -> Float64[Tensor, "*batch 1"]:
+        """log β, with B^p ≤ β·‖Ky‖ₚ^p for B² = yᵀKᵀW^(1−2/p)Ky and every y, for any w > 0.
 
-        Both hold for any w > 0. With B² = yᵀKᵀW^(1−2/p)Ky, |zᵢ| ≤ rᵢB by Cauchy–Schwarz. For p > 2 Hölder gives
-        B² ≤ (Σw)^(1−2/p)·‖z‖ₚ². For p < 2, wⱼ^(1−2/p)zⱼ² = |zⱼ|^p·(|zⱼ|wⱼ^(−1/p))^(2−p) and |zⱼ|wⱼ^(−1/p) ≤ c^(1/p)B
-        give B^p ≤ c^((2−p)/p)·‖z‖ₚ^p.
+        β = (Σw)^(p/2−1) for p ≥ 2, and β = c^((2−p)/p) with c = max(1, max r^p/w) for p < 2.
+
+        With z = Ky, |zᵢ| ≤ rᵢB by Cauchy–Schwarz. For p > 2 Hölder gives B² ≤ (Σw)^(1−2/p)·‖z‖ₚ². For p < 2,
+        wⱼ^(1−2/p)zⱼ² = |zⱼ|^p·(|zⱼ|wⱼ^(−1/p))^(2−p) and |zⱼ|wⱼ^(−1/p) ≤ c^(1/p)B, so that
+        B² ≤ c^((2−p)/p)·B^(2−p)·‖z‖ₚ^p.
         """
         if p >= 2:
-            factor = (p / 2 - 1) * self.log_weights.logsumexp(-1, keepdim=True)
-        else:
-            excess = torch.where(self.log_weights.isfinite(), self.log_powers - self.log_weights, 0.0)
-            factor = (2 - p) / p * excess.amax(-1, keepdim=True).clamp(min=0.0)
-        # Rows of zeros stay at −inf even where every row is one and the factor is infinite.
-        bound = torch.where(self.log_powers.isfinite(), self.log_powers + factor + p / 2 * FORM_ERROR, -math.inf)
-        return bound.clamp(max=0.0).exp()
+            return (p / 2 - 1) * self.log_weights.logsumexp(-1, keepdim=True)
+        excess = torch.where(self.log_weights.isfinite(), self.log_powers - self.log_weights, 0.0)
+        return (2 - p) / p * excess.amax(-1, keepdim=True).clamp(min=0.0)
+
+    def sensitivity_bound(self, p: float) -> Float64[Tensor, "*batch n"]:
+        """σᵢ ≤ β·rᵢ^p."""
+        # Rows of zeros stay at −inf even where every row is one and β is no number.
+        bound = self.log_powers + self.log_distortion(p) + p / 2 * FORM_ERROR
+        return torch.where(self.log_powers.isfinite(), bound, -math.inf).clamp(max=0.0).exp()
 
 
 @dataclass(frozen=True)
