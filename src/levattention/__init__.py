@@ -20,13 +20,14 @@ _HOME = {
     "universal_set": "universal",
     "witness": "scorers.leverage",
 }
-_MODULES = ("adversary", "scorers")
+_MODULES = ("adversary", "planted", "scorers")
 
 __all__ = [*_HOME, *_MODULES]
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from levattention import adversary as adversary
+    from levattention import planted as planted
     from levattention import scorers as scorers
     from levattention.errors import ConvergenceError as ConvergenceError
     from levattention.gram import Gram as Gram
