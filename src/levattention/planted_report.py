@@ -244,7 +244,7 @@ CAPTIONS = {
     "candidates": "U holds the keys whose leverage reaches ρ, U′ those whose own share of their attention row does. "
     "ρ = 1/(1 + δ1²|S| + δ2²n) must stay well over d/n, which asks for ε1 well under k/(d ln n).",
     "recovery": "A query counts where exactly its relevant keys come out. The paper's δ1 and δ2 put ρ too high, so "
-    "that U′ loses stand-out keys; even at the measured ρ the threshold 2δ1 would be too low (last column of the table).",
+    "that U′ loses stand-out keys; even at the measured ρ the threshold 2δ1 is too low (last column below).",
     "time": "Near-orthogonal keys with 16 that stand out, in 64 dimensions. Only the preparation reads all keys.",
 }
 
