@@ -28,7 +28,7 @@ _HOME = {
     "universal_set": "universal",
     "witness": "scorers.leverage",
 }
-_MODULES = ("adversary", "features", "scorers")
+_MODULES = ("adversary", "features", "planted", "scorers")
 
 __all__ = [*_HOME, *_MODULES]
 __version__ = "0.1.0"
@@ -36,6 +36,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from levattention import adversary as adversary
     from levattention import features as features
+    from levattention import planted as planted
     from levattention import scorers as scorers
     from levattention.errors import ConvergenceError as ConvergenceError
     from levattention.gram import Gram as Gram

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,10 +75,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"{path}: the folder {path.parent} does not exist")
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
+    # Beside the target, so that the last step is a rename; an ordinary file, with the permissions the user's umask gives.
+    temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex}{path.suffix}")
     try:
+        temporary.touch(exist_ok=False)
         yield temporary
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
