@@ -75,7 +75,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     if not path.parent.is_dir():
         raise ValueError(f"{path}: the folder {path.parent} does not exist")
-    # Beside the target, so that the last step is a rename; an ordinary file, with the permissions the user's umask gives.
+    # Beside the target, so that the last step is a rename; with the permissions that the user's umask gives.
     temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex}{path.suffix}")
     try:
         temporary.touch(exist_ok=False)
