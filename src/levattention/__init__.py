@@ -14,23 +14,32 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "ConvergenceError": "errors",
     "Gram": "gram",
+    "Grid": "local",
+    "LevAttention": "nn",
     "Power": "losses",
     "UniversalSet": "universal",
+    "attend": "attention",
     "leverage_scores": "scorers.leverage",
     "universal_set": "universal",
     "witness": "scorers.leverage",
 }
-_MODULES = ("adversary", "scorers")
+_MODULES = ("adversary", "integrations", "residuals", "scorers", "vision")
 
 __all__ = [*_HOME, *_MODULES]
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from levattention import adversary as adversary
+    from levattention import integrations as integrations
+    from levattention import residuals as residuals
     from levattention import scorers as scorers
+    from levattention import vision as vision
+    from levattention.attention import attend as attend
     from levattention.errors import ConvergenceError as ConvergenceError
     from levattention.gram import Gram as Gram
+    from levattention.local import Grid as Grid
     from levattention.losses import Power as Power
+    from levattention.nn import LevAttention as LevAttention
     from levattention.scorers.leverage import leverage_scores as leverage_scores
     from levattention.scorers.leverage import witness as witness
     from levattention.universal import UniversalSet as UniversalSet
