@@ -88,13 +88,38 @@ def causal_sets(keys: Tensor, mask: Tensor, m: int, chunk: int, top_k: int | Non
     return sets
 
 
-def k_means(points: np.ndarray, seeds: np.ndarray, iterations: int) -> np.ndarray:
-    """Cluster of each point after Lloyd's iterations; an empty cluster keeps its centre."""
-    centres = seeds.copy()
-    for _ in range(iterations + 1):
-        owner = np.array([int(np.argmin([np.sum((x - c) ** 2) for c in centres])) for x in points])
-        if _ < iterations:
-            for c in range(len(centres)):
+def cluster_slots(q, k, v, budget, scale, *, iterations=4, tangents=2, values=1.0, use_queries=True):
+    """(members, keys, values, log weights) of each slot of one head, with a square root of QᵀQ and loops over clusters.
+
+    q (m, d), k (n, d), v (n, e): NumPy arrays of the real queries and visible keys alone.
+    """
+    form = q.T @ q / len(q) if use_queries else np.eye(k.shape[1])
+    scales, axes = np.linalg.eigh(form)
+    x = (k - k.mean(0)) @ (axes * np.sqrt(scales.clip(0)))
+    y = v - v.mean(0)
+    points = np.concatenate([x, values * np.sqrt((x**2).sum() / (y**2).sum()) * y], 1)
+    seeds = [int(np.argmax((points**2).sum(1)))]
+    while len(seeds) < budget:
+        seeds.append(int(np.argmax([min(((p - points[s]) ** 2).sum() for s in seeds) for p in points])))
+    centres = points[seeds].copy()
+    for step in range(iterations + 1):
+        owner = np.array([np.argmin([((p - c) ** 2).sum() for c in centres]) for p in points])
+        if step < iterations:
+            for c in range(budget):
                 if (owner == c).any():
                     centres[c] = points[owner == c].mean(0)
-    return owner
+    members = [np.flatnonzero(owner == c) for c in range(budget)]
+    members = [rows for rows in members if len(rows)]
+    at = np.zeros((len(members), k.shape[1]))
+    for step in range(tangents + 1):
+        slots = []
+        for rows, query in zip(members, at, strict=True):
+            mass = np.exp(scale * k[rows] @ query)
+            key = mass @ k[rows] / mass.sum()
+            slots.append((key, mass @ v[rows] / mass.sum(), np.log(mass.sum()) - scale * query @ key))
+        keys, held, log_weight = (np.array(x) for x in zip(*slots, strict=True))
+        if step < tangents:
+            share = np.exp(scale * q @ keys.T + log_weight)
+            share /= share.sum(1, keepdims=True)
+            at = share.T @ q / share.sum(0)[:, None]
+    return members, keys, held, log_weight

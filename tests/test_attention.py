@@ -11,6 +11,8 @@ import textwrap
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import dense
 import levattention as la
@@ -241,7 +243,7 @@ def test_padding_does_not_change_what_the_rest_sees():
     q, k, v = (x.detach() for x in inputs())
     longer_k, longer_v = (torch.cat([x, torch.randn_like(x)], -2) for x in (k, v))
     mask = torch.arange(42).expand(2, 42) < 21
-    for options in ({"top_k": 6}, {"eps": 0.3}, {"top_k": 8, "residual": la.residuals.Cluster()}):
+    for options in ({"top_k": 6}, {"eps": 0.3}, {"top_k": 8, "residual": la.residuals.Sample()}):
         alone, set_alone = la.attend(q, k, v, return_set=True, **options)
         padded, set_padded = la.attend(q, longer_k, longer_v, key_mask=mask, return_set=True, **options)
         torch.testing.assert_close(alone, padded)
@@ -283,7 +285,7 @@ def test_unbatched_and_deeply_batched_inputs():
         {"top_k": 4, "loss": Power(4), "normaliser": "exact", "scorer": la.scorers.Leverage()},
         {"top_k": 4, "residual": Sample()},
         {"top_k": 4, "residual": la.residuals.Cluster()},
-        {"top_k": 4, "residual": la.residuals.Cluster(), "window": 1},
+        {"top_k": 4, "residual": la.residuals.Cluster(heavy=0.25), "window": 1},
     ],
     ids=str,
 )
@@ -436,3 +438,43 @@ def test_bad_shapes_say_what_came():
     _, used = la.attend(q, k, v, top_k=3, return_set=True)
     with pytest.raises(ValueError, match="universal: expected leading dimensions"):
         la.attend(q[0], k[0], v[0], universal=used)
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that any operation gives back."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            # Views and broadcast tensors take no memory of their own.
+            if isinstance(leaf, torch.Tensor):
+                self.elements = max(self.elements, leaf.untyped_storage().nbytes() // leaf.element_size())
+        return out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 8},
+        {"eps": 0.5},
+        {"top_k": 8, "window": 5},
+        {"top_k": 8, "is_causal": True},
+        {"eps": 0.5, "is_causal": True, "window": 20},
+        {"top_k": 8, "residual": Sample()},
+        {"top_k": 8, "residual": la.residuals.Cluster()},
+        {"top_k": 8, "loss": Power(2), "normaliser": "exact"},
+    ],
+    ids=str,
+)
+def test_no_tensor_grows_faster_than_the_sequence(options):
+    """Forward and backward; an n × n matrix would grow 16-fold from 1,024 to 4,096 tokens."""
+    sizes = []
+    for n in (1024, 4096):
+        q, k, v = inputs(b=1, h=1, m=n, n=n, d=4)
+        with Largest() as largest:
+            la.attend(q, k, v, **options).sum().backward()
+        sizes.append(largest.elements)
+    assert sizes[1] <= 4.1 * sizes[0]
+    assert sizes[1] < 4096 * 4096 // 8

@@ -27,7 +27,7 @@ from levattention.local import Grid, as_window
 from levattention.losses import Loss
 from levattention.residuals import Drop, Residual
 from levattention.scorers import Scorer
-from levattention.select import everything
+from levattention.select import everything, nothing
 from levattention.universal import UniversalSet
 
 __all__ = ["Grid", "attend"]
@@ -129,9 +129,14 @@ def attend(  # type: ignore[misc]  # the overloads name only what decides the ty
                 part, sets = head.causal(running, fixed, band, chunk)
                 used = stack_sets(sets, k) if return_set else None
             else:
-                used = fixed if choice is None else choice(head.k.detach(), mask)
+                if choice is None:
+                    used = fixed
+                elif choice.top_k is not None and not residual.best(choice.top_k) and not return_set:
+                    used = nothing(mask, choice.top_k)
+                else:
+                    used = choice(head.k.detach(), mask)
                 assert used is not None  # the choice or the given set
-                slots = residual(head.queries.flatten(-3, -2), head.k, head.v, used, mask, head.scale)
+                slots = residual(*head.rows(), used, mask, head.query_mask(), head.scale)
                 part = head.over(slots, band)
         out = part.out if normaliser is None else head.normalised(part)
         out = out.to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])

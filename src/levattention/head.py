@@ -13,7 +13,7 @@ from levattention._shapes import Bool, Float
 from levattention.causal import RunningSet
 from levattention.local import Window, positions
 from levattention.losses import Loss, Power
-from levattention.residuals import Drop
+from levattention.residuals import chosen_slots
 from levattention.slots import Part, Slots, attend_rows, merge
 from levattention.universal import UniversalSet
 
@@ -53,6 +53,16 @@ class Head:
         seen = self.mask.unsqueeze(-1)
         return replace(self, k=torch.where(seen, self.k, 0.0), v=torch.where(seen, self.v, 0.0))
 
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, the groups of a key head one after the other."""
+        return self.queries.flatten(-3, -2), self.k, self.v
+
+    def query_mask(self) -> Tensor:
+        """Which rows of `rows` are real queries: with as many queries as keys, those whose key may be seen."""
+        groups, m = self.queries.shape[-3:-1]
+        real = self.mask if m == self.k.shape[-2] else self.mask.new_ones(*self.mask.shape[:-1], m)
+        return real.repeat(*[1] * (real.ndim - 1), groups)
+
     def over(self, slots: Slots, band: Window | None) -> Part:
         """Every query over the same slots, and over its own local keys."""
         m, n = self.queries.shape[-2], self.k.shape[-2]
@@ -86,7 +96,7 @@ class Head:
             span = slice(first, max(rows.stop + self.shift, first + 1))
             i, j = self._places(rows), positions(span, self.k.device)
             near = (j >= before).expand(len(i), -1) if band is None else (j >= before) | band.near(i, j)
-            slots = None if kept is None else Drop()(self.queries, self.k, self.v, kept, self.mask, self.scale)
+            slots = None if kept is None else chosen_slots(self.k, self.v, kept)
             parts.append(self._see(rows, slots, span, near & (j <= i.unsqueeze(-1))))
             sets.append(kept)
         return join(parts), sets
@@ -158,7 +168,7 @@ class Head:
             parts.append(attend_rows(flat, k, v, weight, **how))
         if slots is not None:
             weight = slots.log_weight.unsqueeze(-2) if near is None else slots.without(near, span)
-            parts.append(slots.attend(flat, weight, **how))
+            parts.append(attend_rows(flat, slots.keys, slots.values, weight, **how))
         part = merge(parts)
         return Part(part.out.unflatten(-2, (groups, m)), part.lse.unflatten(-1, (groups, m)))
 

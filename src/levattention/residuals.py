@@ -1,6 +1,6 @@
 """What stands for the light keys, those outside the universal set: nothing, a weighted sample, weighted centroids.
 
-Each spends the same budget of k slots. Given the k best keys, best first, a residual gives back k slots.
+Each spends the same budget of k slots, whatever stands in them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from levattention.clusters import farthest_first, joint_features, k_means, slot_queries, tangent_slots
 from levattention.scorers import Random
 from levattention.slots import Slots, gather_rows
 from levattention.universal import UniversalSet, best_first
@@ -21,16 +22,36 @@ __all__ = ["Cluster", "Drop", "Residual", "Sample"]
 
 @runtime_checkable
 class Residual(Protocol):
-    """Called with the queries, keys and values of a head and its best keys, gives the slots to attend to.
+    """Turns the queries, keys and values of a head, and its best keys, into slots to attend to.
 
-    queries (*batch, m, d), keys (*batch, n, d), values (*batch, n, e); mask (*batch, n) is False for keys that
-    must not be seen, which are zero here. Whatever it chooses it must choose without gradients.
+    Whatever it chooses it must choose without gradients, and never a key outside the mask.
     """
 
+    def best(self, budget: int) -> int:
+        """How many of the budget's slots hold the best keys as they are; if 0, keys need not be scored."""
+        ...
+
     def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, chosen: UniversalSet, mask: Tensor, scale: float
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        chosen: UniversalSet,
+        mask: Tensor,
+        query_mask: Tensor,
+        scale: float,
     ) -> Slots:
-        """The slots."""
+        """The slots.
+
+        Args:
+            queries: (*batch, m, d).
+            keys: (*batch, n, d), zero outside the mask.
+            values: (*batch, n, e), likewise.
+            chosen: the k best keys, best first.
+            mask: which keys may be seen, (*batch, n).
+            query_mask: which queries are real, (*batch, m).
+            scale: of the inner products.
+        """
         ...
 
 
@@ -38,11 +59,22 @@ class Residual(Protocol):
 class Drop:
     """Light keys are left out, as in the paper: k keys, each of weight 1."""
 
+    def best(self, budget: int) -> int:
+        """All of them."""
+        return budget
+
     def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, chosen: UniversalSet, mask: Tensor, scale: float
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        chosen: UniversalSet,
+        mask: Tensor,
+        query_mask: Tensor,
+        scale: float,
     ) -> Slots:
         """The chosen keys themselves."""
-        return key_slots(keys, values, chosen.index, torch.where(chosen.valid, 0.0, -torch.inf))
+        return chosen_slots(keys, values, chosen)
 
 
 @dataclass(frozen=True)
@@ -63,12 +95,23 @@ class Sample:
     def __post_init__(self) -> None:
         _require_share(self.heavy)
 
+    def best(self, budget: int) -> int:
+        """The heavy share, rounded down."""
+        return int(budget * self.heavy)
+
     def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, chosen: UniversalSet, mask: Tensor, scale: float
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        chosen: UniversalSet,
+        mask: Tensor,
+        query_mask: Tensor,
+        scale: float,
     ) -> Slots:
         """The best keys and the drawn ones."""
         budget = chosen.index.shape[-1]
-        best = heavy_count(budget, self.heavy)
+        best = self.best(budget)
         with torch.no_grad():
             light = light_keys(chosen, best, mask)
             draw = torch.where(light, Random(self.seed)(keys), -1.0)
@@ -83,76 +126,73 @@ class Sample:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A share of the budget for the best keys, the rest for centroids of the light keys, each of weight its count.
+    """Every slot stands for a cluster of keys that are alike, both as keys to these queries and in their values.
 
-    k-means in the space of keys, seeded at the next best keys, so nothing is random. For a cluster C of light keys,
-    Σ_C exp(s·q·k) ≈ |C|·exp(s·q·k̄ + ½s²·Σⱼ qⱼ²·Var_C(kⱼ)): the mean of an exponential to second order, with the
-    covariance cut to its diagonal. Gradients reach keys and values through the means and variances.
+    Clusters come from k-means on keys and values together, seeded at the points farthest from each other, so nothing
+    is random and an outlying key ends up alone in its slot, kept exactly. A slot is the tangent of its cluster C at
+    the mean query a of those that attend to it: with pᵢ ∝ exp(s·a·kᵢ) on C, its key is Σpᵢkᵢ, its value Σpᵢvᵢ, and
+    its weight makes Σ_C exp(s·q·kᵢ) right at q = a, to first order around it. O(nkd + nd²) work, no n × n matrix.
+    Gradients reach queries, keys and values through the tangents.
+
+    Softmax only. Not causal: a cluster holds keys from everywhere.
 
     Attributes:
-        heavy: share of the budget that the best keys take.
+        heavy: share of the budget for the best keys by the scorer, kept out of the clusters. 0 by default: it helps
+            nothing where it was measured, and the keys need not be scored.
         iterations: of k-means.
-        second_order: whether to add the variance term.
+        tangents: how often the mean query of each slot is found anew; 0 leaves plain means with weight |C|.
+        values: weight of the values, relative to the keys, in the distance.
+        use_queries: whether the distance between keys is that of their logits under these queries. Without queries
+            (and with tangents=0) the slots depend on keys and values alone, as a cache of keys needs.
     """
 
-    heavy: float = 0.25
-    iterations: int = 8
-    second_order: bool = True
+    heavy: float = 0.0
+    iterations: int = 4
+    tangents: int = 2
+    values: float = 1.0
+    use_queries: bool = True
 
     def __post_init__(self) -> None:
         _require_share(self.heavy)
-        if self.iterations < 0:
-            raise ValueError(f"iterations: expected at least 0, got {self.iterations}")
+        if min(self.iterations, self.tangents, self.values) < 0:
+            raise ValueError(f"expected iterations, tangents and values of at least 0, got {self}")
+
+    def best(self, budget: int) -> int:
+        """The heavy share, rounded down."""
+        return int(budget * self.heavy)
 
     def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, chosen: UniversalSet, mask: Tensor, scale: float
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        chosen: UniversalSet,
+        mask: Tensor,
+        query_mask: Tensor,
+        scale: float,
     ) -> Slots:
-        """The best keys and the centroids."""
+        """The best keys and the clusters of the others."""
         budget = chosen.index.shape[-1]
-        best = heavy_count(budget, self.heavy)
-        wide = keys.to(torch.promote_types(keys.dtype, torch.float32))
+        best = self.best(budget)
+        dtype = torch.promote_types(keys.dtype, torch.float32)
+        queries, keys, values = (x.to(dtype) for x in (queries, keys, values))
         with torch.no_grad():
             light = light_keys(chosen, best, mask)
-            seeds, usable = chosen.index[..., best:], chosen.valid[..., best:]
-            belongs = k_means(wide, light, gather_rows(wide, seeds), usable, self.iterations)
-            share = belongs / belongs.sum(-2, keepdim=True).clamp(min=1.0)
-            counts = torch.cat([chosen.valid[..., :best].to(wide.dtype), belongs.sum(-2)], -1)
-            single = one_hot(chosen.index[..., :best], keys.shape[-2]).to(wide.dtype)
-            single = single * chosen.valid[..., :best, None]
-            # Row c of `mean` averages the keys of slot c.
-            mean = torch.cat([single, share.mT], -2)
-            owner = torch.where(mean.sum(-2) > 0, mean.argmax(-2), budget)
-        centres = mean @ wide
-        spread = None
-        if self.second_order:
-            own = gather_rows(torch.cat([centres, torch.zeros_like(centres[..., :1, :])], -2), owner)
-            spread = mean @ (wide - own).square()
-        return Slots(centres, mean @ values.to(wide.dtype), counts.log(), owner, spread)
-
-
-def k_means(points: Tensor, light: Tensor, centres: Tensor, usable: Tensor, iterations: int) -> Tensor:
-    """Membership (*batch, n, c) of the light points, 0 or 1, after Lloyd's iterations from the given centres.
-
-    Sums over a cluster are products with the membership matrix, so that they do not depend on the order of atomic
-    additions. A cluster that loses all its points keeps its centre.
-    """
-    count = centres.shape[-2]
-
-    def nearest() -> Tensor:
-        distance = centres.square().sum(-1).unsqueeze(-2) - 2 * (points @ centres.mT)
-        closest = torch.where(usable.unsqueeze(-2), distance, torch.inf).argmin(-1)
-        return one_hot(closest, count).to(points.dtype) * (light & usable.any(-1, keepdim=True)).unsqueeze(-1)
-
-    for _ in range(iterations):
-        belongs = nearest()
-        size = belongs.sum(-2).unsqueeze(-1)
-        centres = torch.where(size > 0, belongs.mT @ points / size.clamp(min=1.0), centres)
-    return nearest()
-
-
-def heavy_count(budget: int, share: float) -> int:
-    """How many of the slots go to the best keys; the light keys keep at least one."""
-    return max(0, min(budget - 1, int(budget * share)))
+            seen = queries * query_mask.unsqueeze(-1).to(dtype) if self.use_queries else None
+            points, duals = joint_features(seen, keys, values, light, self.values)
+            seeds = farthest_first(points, duals, light, budget - best)
+            belongs = k_means(points, duals, light, seeds, self.iterations)
+            single = one_hot(chosen.index[..., :best], keys.shape[-2]).mT * chosen.valid[..., None, :best]
+            # Column c marks the keys of slot c.
+            belongs = torch.cat([single.to(dtype), belongs], -1)
+            owner = torch.where(belongs.any(-1), belongs.argmax(-1), budget)
+        at = keys.new_zeros(*keys.shape[:-2], budget, keys.shape[-1])
+        slots = tangent_slots(keys, values, belongs, at, scale)
+        for _ in range(self.tangents):
+            at = slot_queries(queries, query_mask, *slots, scale=scale)
+            slots = tangent_slots(keys, values, belongs, at, scale)
+        centre, value, log_weight = slots
+        return Slots(centre, value, log_weight, owner)
 
 
 def light_keys(chosen: UniversalSet, best: int, mask: Tensor) -> Tensor:
@@ -162,16 +202,21 @@ def light_keys(chosen: UniversalSet, best: int, mask: Tensor) -> Tensor:
     return mask & (taken == 0)
 
 
+def chosen_slots(keys: Tensor, values: Tensor, chosen: UniversalSet) -> Slots:
+    """The keys of a set, each of weight 1."""
+    return key_slots(keys, values, chosen.index, torch.where(chosen.valid, 0.0, -torch.inf))
+
+
 def key_slots(keys: Tensor, values: Tensor, index: Tensor, log_weight: Tensor) -> Slots:
     """Slots that are single keys; those of weight −inf are empty, whatever their index."""
     n, c = keys.shape[-2], index.shape[-1]
-    wide = torch.promote_types(keys.dtype, torch.float32)
+    dtype = torch.promote_types(keys.dtype, torch.float32)
     usable = log_weight > -torch.inf
     owner = torch.full((*index.shape[:-1], n + 1), c, dtype=torch.int64, device=index.device)
     slot = torch.arange(c, device=index.device).expand(index.shape)
     owner = owner.scatter(-1, torch.where(usable, index, n), slot)[..., :n]
-    rows, held = gather_rows(keys, index).to(wide), gather_rows(values, index).to(wide)
-    return Slots(rows, held, log_weight.to(wide), owner)
+    rows, held = gather_rows(keys, index).to(dtype), gather_rows(values, index).to(dtype)
+    return Slots(rows, held, log_weight.to(dtype), owner)
 
 
 def _require_share(heavy: float) -> None:

@@ -64,3 +64,9 @@ def everything(mask: Tensor) -> UniversalSet:
     index = torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape)
     scores = mask.double()
     return UniversalSet(index * mask, mask, scores, torch.zeros_like(scores[..., 0]))
+
+
+def nothing(mask: Tensor, count: int) -> UniversalSet:
+    """A set of `count` empty slots, for a residual that keeps no key as it is."""
+    valid = mask.new_zeros((*mask.shape[:-1], count))
+    return UniversalSet(valid.long(), valid, valid.double(), valid.new_zeros(mask.shape[:-1], dtype=torch.float64))

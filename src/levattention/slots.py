@@ -34,14 +34,12 @@ class Slots:
         values: likewise.
         log_weight: logarithm of how many keys the slot stands for; −inf in an empty slot.
         owner: the slot that stands for each key; c for a key that none stands for.
-        spread: variance of the slot's keys in each coordinate, for the second-order term ½·scale²·Σⱼ qⱼ²·spreadⱼ.
     """
 
     keys: Float[Tensor, "*batch c d"]
     values: Float[Tensor, "*batch c e"]
     log_weight: Float[Tensor, "*batch c"]
     owner: Int64[Tensor, "*batch n"]
-    spread: Float[Tensor, "*batch c d"] | None = None
 
     def without(self, near: Bool[Tensor, "m s"], span: slice) -> Tensor:
         """log_weight for each query, (*batch, m, c), less the keys of `span` that are `near` that query.
@@ -55,16 +53,6 @@ class Slots:
         taken = near.to(dtype) @ one_hot(self.owner[..., span], c + 1)[..., :c].to(dtype)
         share = (members - taken) / members.clamp(min=1.0)
         return self.log_weight.unsqueeze(-2) + share.log()
-
-    def attend(
-        self, queries: Tensor, log_weight: Tensor, *, scale: float, loss: Loss | None, dropout_p: float = 0.0
-    ) -> Part:
-        """Attention over the slots, with these weights."""
-        keys = self.keys
-        if self.spread is not None:
-            keys = torch.cat([keys, self.spread], -1)
-            queries = torch.cat([queries, queries.square() * (scale / 2)], -1)
-        return attend_rows(queries, keys, self.values, log_weight, scale=scale, loss=loss, dropout_p=dropout_p)
 
 
 def gather_rows(matrix: Tensor, index: Int64[Tensor, "*batch c"]) -> Tensor:

@@ -45,9 +45,7 @@ def vit_from_timm(source: str | Path | Mapping[str, Tensor], *, num_heads: int |
         weights = load_file(source)
     needed = {"cls_token", "pos_embed", "patch_embed.proj.weight", "head.weight", "blocks.0.mlp.fc1.weight"}
     if missing := sorted(needed - set(weights)):
-        raise ValueError(
-            f"source: expected a timm ViT with a class token and a linear head, without {missing} it is none"
-        )
+        raise ValueError(f"source: expected a timm ViT with a class token and a linear head, got one without {missing}")
     patch = weights["patch_embed.proj.weight"]
     dim, tokens = patch.shape[0], weights["pos_embed"].shape[1]
     side = math.isqrt(tokens - 1)
