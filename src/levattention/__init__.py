@@ -16,10 +16,13 @@ _HOME = {
     "Gram": "gram",
     "KeyStream": "stream",
     "Huber": "losses",
+    "Grid": "local",
+    "LevAttention": "nn",
     "Power": "losses",
     "Softmax": "losses",
     "Tukey": "losses",
     "UniversalSet": "universal",
+    "attend": "attention",
     "leverage_scores": "scorers.leverage",
     "online_universal_set": "online",
     "two_pass": "passes",
@@ -28,7 +31,7 @@ _HOME = {
     "universal_set": "universal",
     "witness": "scorers.leverage",
 }
-_MODULES = ("adversary", "features", "planted", "scorers")
+_MODULES = ("adversary", "features", "integrations", "planted", "residuals", "scorers", "vision")
 
 __all__ = [*_HOME, *_MODULES]
 __version__ = "0.1.0"
@@ -36,14 +39,20 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from levattention import adversary as adversary
     from levattention import features as features
+    from levattention import integrations as integrations
     from levattention import planted as planted
+    from levattention import residuals as residuals
     from levattention import scorers as scorers
+    from levattention import vision as vision
+    from levattention.attention import attend as attend
     from levattention.errors import ConvergenceError as ConvergenceError
     from levattention.gram import Gram as Gram
+    from levattention.local import Grid as Grid
     from levattention.losses import Huber as Huber
     from levattention.losses import Power as Power
     from levattention.losses import Softmax as Softmax
     from levattention.losses import Tukey as Tukey
+    from levattention.nn import LevAttention as LevAttention
     from levattention.online import online_universal_set as online_universal_set
     from levattention.passes import two_pass as two_pass
     from levattention.scorers.leverage import leverage_scores as leverage_scores

@@ -107,7 +107,12 @@ def select_top(scores: Float64[Tensor, "*batch n"], k: int, *, certified: bool =
 def select_above(scores: Float64[Tensor, "*batch n"], eps: float, cap: int, **found: Any) -> UniversalSet:
     """Every key whose score reaches ε. `cap` is the expected size of the buffer; it grows rather than truncate."""
     passing = int(reaches(scores, eps).sum(-1).max())
-    index = best_first(scores, max(cap, passing))
+    return fill_above(scores, eps, max(cap, passing), **found)
+
+
+def fill_above(scores: Float64[Tensor, "*batch n"], eps: float, cap: int, **found: Any) -> UniversalSet:
+    """Every key whose score reaches ε, in a buffer of exactly `cap` slots: no branch depends on data."""
+    index = best_first(scores, cap)
     ranked = scores.gather(-1, index)
     valid = reaches(ranked, eps)
     threshold = torch.full(scores.shape[:-1], eps, dtype=torch.float64, device=scores.device)

@@ -1,0 +1,72 @@
+"""Which keys a head attends to, chosen without gradients, without a data-dependent branch and under a padding mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from levattention.gram import Gram
+from levattention.scorers import Leverage, Scorer
+from levattention.universal import UniversalSet, capacity, fill_above, select_top
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How keys are chosen: by which scores, and how many.
+
+    Attributes:
+        scorer: keys (*batch, n, d) -> scores (*batch, n).
+        top_k: how many keys; None with eps.
+        eps: the score that a key must reach; None with top_k.
+    """
+
+    scorer: Scorer
+    top_k: int | None
+    eps: float | None
+
+    def keep(self, scores: Tensor, mask: Tensor, bound: float) -> UniversalSet:
+        """The chosen among scored keys; those that are not in the mask are never chosen.
+
+        Args:
+            scores: (*batch, n).
+            mask: (*batch, n).
+            bound: what the scores sum to at most, which sizes the buffer for eps.
+        """
+        n = scores.shape[-1]
+        scores = torch.where(mask, scores.double(), -1.0)
+        if self.eps is not None:
+            return fill_above(scores, self.eps, capacity(bound, self.eps, n))
+        assert self.top_k is not None  # exactly one of the two
+        best = select_top(scores, min(self.top_k, n), certified=self.scorer.certified)
+        valid = best.scores >= 0
+        return UniversalSet(best.index * valid, valid, best.scores * valid, best.eps.clamp(min=0.0))
+
+    def __call__(self, keys: Tensor, mask: Tensor) -> UniversalSet:
+        """The keys that all queries attend to. `keys` must be zero outside the mask."""
+        n, d = keys.shape[-2:]
+        with torch.no_grad():
+            if isinstance(self.scorer, Leverage):
+                scores = Gram.of(keys).leverage(keys, self.scorer.rtol)
+            else:
+                scores = self.scorer(keys)
+            return self.keep(scores, mask, score_total(self.scorer, d, n))
+
+
+def score_total(scorer: Scorer, d: int, n: int) -> float:
+    """What a certified scorer's scores sum to at most; n for the others, which take no eps."""
+    return scorer.bound(d, n) if scorer.certified else float(n)  # type: ignore[attr-defined]
+
+
+def everything(mask: Tensor) -> UniversalSet:
+    """Every visible key: what full attention sees."""
+    index = torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape)
+    scores = mask.double()
+    return UniversalSet(index * mask, mask, scores, torch.zeros_like(scores[..., 0]))
+
+
+def nothing(mask: Tensor, count: int) -> UniversalSet:
+    """A set of `count` empty slots, for a residual that keeps no key as it is."""
+    valid = mask.new_zeros((*mask.shape[:-1], count))
+    return UniversalSet(valid.long(), valid, valid.double(), valid.new_zeros(mask.shape[:-1], dtype=torch.float64))

@@ -1,0 +1,119 @@
+"""Attention over a few weighted rows: the step that every part of `attend` ends in, and the sum of two such parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, one_hot
+
+from levattention._shapes import Bool, Float, Int64
+from levattention.losses import Loss, Power
+
+
+class Part(NamedTuple):
+    """Attention over some of the keys, ready to be merged with the rest.
+
+    Attributes:
+        out: the weighted mean of the values, (*batch, m, e); zero where no key was seen.
+        lse: the logarithm of the sum of the weights, (*batch, m); −inf where no key was seen.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Weighted rows that stand for the keys of a head.
+
+    Attributes:
+        keys: one row a slot.
+        values: likewise.
+        log_weight: logarithm of how many keys the slot stands for; −inf in an empty slot.
+        owner: the slot that stands for each key; c for a key that none stands for.
+    """
+
+    keys: Float[Tensor, "*batch c d"]
+    values: Float[Tensor, "*batch c e"]
+    log_weight: Float[Tensor, "*batch c"]
+    owner: Int64[Tensor, "*batch n"]
+
+    def without(self, near: Bool[Tensor, "m s"], span: slice) -> Tensor:
+        """log_weight for each query, (*batch, m, c), less the keys of `span` that are `near` that query.
+
+        A slot of w keys of which r are near stands for the share 1 − r/w of its weight: those r are counted elsewhere.
+        """
+        c = self.keys.shape[-2]
+        dtype = self.log_weight.dtype
+        members = torch.zeros((*self.owner.shape[:-1], c + 1), dtype=dtype, device=self.owner.device)
+        members = members.scatter_add(-1, self.owner, torch.ones_like(self.owner, dtype=dtype))[..., :c].unsqueeze(-2)
+        taken = near.to(dtype) @ one_hot(self.owner[..., span], c + 1)[..., :c].to(dtype)
+        share = (members - taken) / members.clamp(min=1.0)
+        return self.log_weight.unsqueeze(-2) + share.log()
+
+
+def gather_rows(matrix: Tensor, index: Int64[Tensor, "*batch c"]) -> Tensor:
+    """Rows `index` of a (*batch, n, d) matrix, (*batch, c, d)."""
+    return matrix.gather(-2, index.unsqueeze(-1).expand(*index.shape, matrix.shape[-1]))
+
+
+def attend_rows(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_weight: Tensor,
+    *,
+    scale: float,
+    loss: Loss | None = None,
+    dropout_p: float = 0.0,
+) -> Part:
+    """Σⱼ wⱼ g(qᵢ·kⱼ) vⱼ / Σⱼ wⱼ g(qᵢ·kⱼ) with g = exp(scale·) or f(scale·), and the logarithm of the denominator.
+
+    Args:
+        queries: (*batch, m, d).
+        keys: (*batch, c, d).
+        values: (*batch, c, e).
+        log_weight: log w, broadcast to (*batch, m, c); −inf takes a key out.
+        scale: factor of the inner products.
+        loss: f; None for softmax.
+        dropout_p: probability of dropping a weight, after normalisation as in SDPA.
+    """
+    inner = (queries * scale) @ keys.mT
+    if loss is None:
+        logits = inner + log_weight
+        peak = _finite(logits.detach().amax(-1, keepdim=True))
+        weights, offset = (logits - peak).exp(), peak
+    elif isinstance(loss, Power):
+        # |x|^p is homogeneous, so a row can be scaled to a peak of 1 and p large cannot overflow.
+        peak = inner.detach().abs().amax(-1, keepdim=True)
+        peak = torch.where(peak > 0, peak, 1.0)
+        weights, offset = loss(inner / peak) * log_weight.exp(), loss.p * peak.log()
+    else:
+        weights, offset = loss(inner) * log_weight.exp(), torch.zeros_like(inner[..., :1])
+    total = weights.sum(-1, keepdim=True)
+    seen = total > 0
+    safe = torch.where(seen, total, 1.0)
+    lse = torch.where(seen, offset + safe.log(), -torch.inf).squeeze(-1)
+    return Part(dropout(weights / safe, dropout_p, dropout_p > 0) @ values, lse)
+
+
+def merge(parts: list[Part]) -> Part:
+    """Attention over the union of disjoint parts: each counts in proportion to the sum of its weights."""
+    if len(parts) == 1:
+        return parts[0]
+    lse = torch.stack([part.lse for part in parts])
+    peak = _finite(lse.detach().amax(0))
+    weights = (lse - peak).exp()
+    total = weights.sum(0)
+    seen = total > 0
+    safe = torch.where(seen, total, 1.0)
+    out = (torch.stack([part.out for part in parts]) * (weights / safe).unsqueeze(-1)).sum(0)
+    return Part(out, torch.where(seen, peak + safe.log(), -torch.inf))
+
+
+def _finite(peak: Tensor) -> Tensor:
+    """The peak, and 0 for a row without any key, whose peak is −inf."""
+    return torch.where(peak == -torch.inf, 0.0, peak)

@@ -1,0 +1,190 @@
+"""What stands for the light keys, against explicit sums."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import dense
+import levattention as la
+from levattention.residuals import Cluster, Drop, Sample
+from test_attention import inputs, padding, same_with_gradients
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("form", ["none", "batch", "heads"])
+@pytest.mark.parametrize("heavy", [0.0, 0.25, 0.5])
+def test_a_sample_weighs_each_drawn_key_by_one_over_its_probability(window, form, heavy):
+    q, k, v = inputs(n=30, m=30)
+    given, mask = padding(2, 3, 30, form)
+    got = la.attend(q, k, v, top_k=8, residual=Sample(heavy, seed=4), key_mask=given, window=window)
+    draw = la.scorers.Random(4)(k.detach())
+    near = dense.local(30, 30, window)
+    weights = torch.zeros(2, 3, 30, 30, dtype=torch.float64)
+    best = int(8 * heavy)
+    for i, j in itertools.product(range(2), range(3)):
+        kept = dense.top_leverage(k[i, j].detach(), mask[i, j], best)
+        light = [x for x in range(30) if mask[i, j, x] and x not in kept]
+        drawn = [light[x] for x in dense.best(draw[i, j, light], 8 - best)]
+        weights[i, j, :, kept] = 1
+        weights[i, j, :, drawn] = len(light) / len(drawn)
+    weights = torch.where(near, 1.0, weights) * mask.unsqueeze(-2)
+    same_with_gradients(got, dense.attention(q, k, v, weights, 5**-0.5), (q, k, v))
+
+
+def test_a_sample_is_unbiased():
+    """Over 400 seeds the mean estimate of Σ exp is within five standard errors of the sum itself."""
+    q, k, v = (x.detach() for x in inputs(b=1, h=1, m=1, n=50))
+    exact = (q @ k.mT * 5**-0.5).exp().sum()
+    mask = torch.ones(1, 1, 50, dtype=torch.bool)
+    chosen = la.universal_set(k, k=12)
+    estimates = []
+    for seed in range(400):
+        slots = Sample(seed=seed)(q, k, v, chosen, mask, mask[..., :1], 5**-0.5)
+        estimates.append(((q @ slots.keys.mT * 5**-0.5).squeeze() + slots.log_weight.squeeze()).exp().sum())
+    estimates = torch.stack(estimates)
+    assert abs(estimates.mean() - exact) < 5 * estimates.std() / 20
+
+
+def test_a_sample_is_the_same_every_time_and_differs_between_heads():
+    q, k, v = (x.detach() for x in inputs(n=40))
+    options = {"top_k": 8, "residual": Sample(seed=1)}
+    assert torch.equal(la.attend(q, k, v, **options), la.attend(q, k, v, **options))
+    assert not torch.equal(la.attend(q, k, v, **options), la.attend(q, k, v, top_k=8, residual=Sample(seed=2)))
+
+
+def test_with_room_for_all_light_keys_a_sample_is_full_attention():
+    q, k, v = (x.detach() for x in inputs(n=21))
+    mask = torch.zeros(2, 21, dtype=torch.bool)
+    mask[:, :11] = True
+    want = la.attend(q, k, v, top_k=21, key_mask=mask)
+    torch.testing.assert_close(la.attend(q, k, v, top_k=12, key_mask=mask, residual=Sample()), want)
+
+
+@pytest.mark.parametrize("heavy", [-0.1, 1.0, 2.0])
+def test_bad_shares(heavy):
+    for kind in (Sample, Cluster):
+        with pytest.raises(ValueError, match=r"share in \[0, 1\)"):
+            kind(heavy)
+    with pytest.raises(ValueError, match="iterations"):
+        Cluster(iterations=-1)
+
+
+def test_drop_is_the_default():
+    q, k, v = inputs()
+    assert torch.equal(la.attend(q, k, v, top_k=5), la.attend(q, k, v, top_k=5, residual=Drop()))
+
+
+CLUSTERS = {
+    "default": {},
+    "no queries": {"use_queries": False, "tangents": 0},
+    "keys alone": {"values": 0.0},
+    "one tangent": {"tangents": 1, "iterations": 8},
+}
+
+
+@pytest.mark.parametrize("options", CLUSTERS)
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("form", ["none", "batch", "heads"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_clusters_equal_the_written_out_method(options, window, form, groups):
+    """A query's local keys are seen exactly, and each slot stands for the rest of its members."""
+    n, hkv = 30, 2
+    q, k, v = (x.detach() for x in inputs(h=hkv * groups, hkv=hkv, m=n, n=n, e=4))
+    given, mask = padding(2, hkv, n, form)
+    got = la.attend(
+        q, k, v, top_k=6, residual=Cluster(**CLUSTERS[options]), key_mask=given, window=window, enable_gqa=groups > 1
+    )
+    near, scale = dense.local(n, n, window).numpy(), 5**-0.5
+    for i, j in itertools.product(range(2), range(hkv)):
+        seen = mask[i, j].numpy()
+        place = np.flatnonzero(seen)
+        queries = q[i, j * groups : (j + 1) * groups].numpy()
+        rows = (queries[:, seen].reshape(-1, 5), k[i, j].numpy()[seen], v[i, j].numpy()[seen])
+        members, keys, held, log_weight = dense.cluster_slots(*rows, 6, scale, **CLUSTERS[options])
+        for g, row in itertools.product(range(groups), range(n)):
+            local = np.flatnonzero(near[row] & seen)
+            left = np.array([1 - np.isin(place[rows], local).mean() for rows in members])
+            weights = np.concatenate(
+                [
+                    np.exp(scale * keys @ queries[g, row] + log_weight) * left,
+                    np.exp(scale * k[i, j].numpy()[local] @ queries[g, row]),
+                ]
+            )
+            want = weights @ np.concatenate([held, v[i, j].numpy()[local]]) / weights.sum()
+            np.testing.assert_allclose(got[i, j * groups + g, row].numpy(), want, rtol=1e-8, atol=1e-8)
+
+
+def test_heavy_keys_are_kept_out_of_the_clusters():
+    q, k, v = (x.detach() for x in inputs(b=1, h=1, m=30, n=30))
+    chosen = la.universal_set(k, k=8)
+    mask = torch.ones(1, 1, 30, dtype=torch.bool)
+    slots = Cluster(heavy=0.5)(q, k, v, chosen, mask, mask, 5**-0.5)
+    kept = chosen.index[0, 0, :4]
+    torch.testing.assert_close(slots.keys[0, 0, :4], k[0, 0, kept])
+    torch.testing.assert_close(slots.log_weight[0, 0, :4], torch.zeros(4, dtype=torch.float64))
+    assert slots.owner[0, 0, kept].tolist() == [0, 1, 2, 3]
+    others = [x for x in range(30) if x not in kept.tolist()]
+    assert slots.owner[0, 0, others].min() >= 4
+    # Every key has exactly one slot, so that with tangents = 0 the weights count all keys.
+    counted = Cluster(heavy=0.5, tangents=0)(q, k, v, chosen, mask, mask, 5**-0.5).log_weight.exp().sum()
+    assert float(counted) == pytest.approx(30)
+
+
+def test_a_slot_is_exact_at_its_own_query_and_tangent_there():
+    """log Σ exp(s·q·k) of a cluster and its slot's line: same value at `at`, an error of second order around it."""
+    from levattention.clusters import tangent_slots
+
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(20, 6, generator=generator).double(), torch.randn(20, 3, generator=generator).double()
+    at, step = torch.randn(1, 6, generator=generator).double(), torch.randn(1, 6, generator=generator).double()
+    key, value, log_weight = tangent_slots(k, v, torch.ones(20, 1).double(), at, 0.7)
+    errors = []
+    for size in (0.0, 1e-2, 1e-3):
+        q = at + size * step
+        errors.append(float(torch.logsumexp(0.7 * q @ k.mT, -1) - 0.7 * q @ key.mT - log_weight))
+    assert abs(errors[0]) < 1e-12
+    assert errors[1] > 0  # a log-sum-exp lies above its tangents
+    assert errors[2] / errors[1] == pytest.approx(1e-2, rel=0.1)
+    torch.testing.assert_close(value, (0.7 * at @ k.mT).softmax(-1) @ v)
+
+
+def test_enough_slots_for_every_visible_key_is_full_attention():
+    q, k, v = (x.detach() for x in inputs(n=21))
+    mask = torch.zeros(2, 21, dtype=torch.bool)
+    mask[:, 4:13] = True
+    want = la.attend(q, k, v, top_k=21, key_mask=mask)
+    torch.testing.assert_close(la.attend(q, k, v, top_k=12, key_mask=mask, residual=Cluster()), want)
+
+
+def test_duplicates_and_constant_values_cluster_without_loss():
+    """Five distinct keys, many copies: five slots hold them all, whatever the values' variance."""
+    generator = torch.Generator().manual_seed(0)
+    distinct = torch.randn(1, 1, 5, 4, generator=generator, dtype=torch.float64)
+    k, q = distinct.repeat(1, 1, 6, 1), torch.randn(1, 1, 7, 4, generator=generator, dtype=torch.float64)
+    for v in (torch.ones_like(k), distinct.flip(-2).repeat(1, 1, 6, 1), torch.zeros_like(k)):
+        for options in CLUSTERS.values():
+            got = la.attend(q, k, v, top_k=5, residual=Cluster(**options))
+            torch.testing.assert_close(got, la.attend(q, k, v, top_k=30))
+
+
+def test_padding_in_the_queries_does_not_reach_the_clusters():
+    q, k, v = (x.detach() for x in inputs(n=21))
+    padded = [torch.cat([x, torch.full_like(x, 1e3)], -2) for x in (q, k, v)]
+    mask = torch.arange(42).expand(2, 42) < 21
+    got = la.attend(*padded, top_k=6, residual=Cluster(), key_mask=mask)[..., :21, :]
+    torch.testing.assert_close(got, la.attend(q, k, v, top_k=6, residual=Cluster()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_clusters_in_lower_precision(dtype):
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in inputs(n=50, m=50))
+    mask = torch.ones(2, 50, dtype=torch.bool)
+    mask[1] = False
+    out = la.attend(q, k, v, top_k=6, residual=Cluster(), key_mask=mask)
+    assert out.dtype == dtype
+    assert not out[1].any()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.float().sum(), (q, k, v)))
