@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from test_stream import STREAMS, growing
 
 import levattention as la
 from levattention.adversary import attack
 from levattention.online import keep_forever, online_scores, online_universal_set
 from strategies import deficient, heavy_tailed
+from test_stream import STREAMS, growing
 
 SHORT = {name: make for name, make in STREAMS.items() if "bf16" not in name}
 

@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 import torch
-from test_stream import deficient, growing, heavy_tailed, rank_growth
 
 import levattention as la
 from levattention.features import TensorPower
@@ -15,6 +14,7 @@ from levattention.passes import two_pass
 from levattention.scorers.lift import Lift
 from levattention.scorers.robust import Robust
 from levattention.stream import KeyStream
+from test_stream import deficient, growing, heavy_tailed, rank_growth
 
 STREAMS = {
     "heavy tails": lambda d: heavy_tailed(400, d),

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import linprog
-from sweeps import HUBER_SIZES, TUKEY_SIZES, best_shares, directions, huber, huber_kinked, tukey
 
 import levattention as la
 from levattention import Huber, Tukey
@@ -13,6 +12,7 @@ from levattention.scorers.hashing import HashedReference
 from levattention.scorers.robust import Robust, huber_weights, robust_sensitivities, tukey_level, whitened
 from levattention.universal import reaches
 from strategies import conditioned, deficient, heavy_tailed, spikes
+from sweeps import HUBER_SIZES, TUKEY_SIZES, best_shares, directions, huber, huber_kinked, tukey
 
 LOSSES = [Huber(), Huber(smooth=False), Tukey()]
 

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from robust_cases import in_five_dimensions, in_the_plane
-from sweeps import HUBER_SIZES, best_shares, directions, huber, huber_kinked
 
 from levattention import Huber
 from levattention.adversary import attack
 from levattention.scorers.robust import Robust
 from levattention.universal import capacity, select_above
+from robust_cases import in_five_dimensions, in_the_plane
+from sweeps import HUBER_SIZES, best_shares, directions, huber, huber_kinked
 
 FORMS = [(Huber(), huber, 4 / 3), (Huber(smooth=False), huber_kinked, 1.0)]
 

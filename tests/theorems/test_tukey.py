@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from robust_cases import in_five_dimensions, in_the_plane
-from sweeps import TUKEY_SIZES, best_shares, directions, tukey
 
 from levattention import Tukey
 from levattention.adversary import attack
 from levattention.scorers.robust import Robust
 from levattention.universal import capacity, reaches, select_above
+from robust_cases import in_five_dimensions, in_the_plane
+from sweeps import TUKEY_SIZES, best_shares, directions, tukey
 
 
 def universal(keys, eps):
