@@ -1,0 +1,19 @@
+"""The command line: one file for each command."""
+
+from __future__ import annotations
+
+import sys
+
+from levattention.cli import demo, find, planted
+from levattention.cli.app import app, notices
+
+__all__ = ["app", "demo", "find", "main", "planted"]
+
+
+def main() -> None:
+    """Run the command line; bad input ends in one line and exit code 2."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        notices.print(f"levattention: {' '.join(str(error).split())}", style="red", highlight=False, soft_wrap=True)
+        sys.exit(2)

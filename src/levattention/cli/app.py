@@ -1,0 +1,51 @@
+"""What every command shares: the application, the two consoles, progress, and checks of file names."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from levattention.gram import Advance
+
+app = typer.Typer(
+    help="Find the keys that can ever receive a large attention weight.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+screen = Console()
+notices = Console(stderr=True)
+
+
+@contextmanager
+def reading(label: str, keys: torch.Tensor) -> Iterator[Advance]:
+    """A progress bar over the rows of the keys, on stderr, gone when done."""
+    rows = keys.numel() // keys.shape[-1]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=notices, transient=True) as progress:
+        task = progress.add_task(f"{label}, rows read", total=2 * rows)
+
+        def advance(count: int) -> None:
+            progress.advance(task, count)
+            # Ill-conditioned keys are read a third time.
+            if progress.tasks[task].completed > 2 * rows:
+                progress.update(task, total=3 * rows)
+
+        yield advance
+
+
+def require_suffix(path: Path | None, suffix: str) -> None:
+    """Nothing, if the path ends as its format does; asked before any work is done."""
+    if path is not None and path.suffix != suffix:
+        raise ValueError(f"{path}: expected a name that ends in {suffix}")
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"{path}: the folder {path.parent} does not exist")
