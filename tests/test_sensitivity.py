@@ -161,7 +161,7 @@ def test_losses_without_a_solver_are_named():
 
     with pytest.raises(ValueError, match="loss: no solver for"):
         la.sensitivities(torch.eye(2), Cube())
-    with pytest.raises(ValueError, match="loss: no scorer for"):
+    with pytest.raises(ValueError, match="loss: expected Power, Huber, Tukey or Softmax"):
         la.universal_set(torch.eye(2), eps=0.1, loss=Cube())
 
 

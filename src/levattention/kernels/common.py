@@ -1,0 +1,115 @@
+"""What every kernel shares: shapes, launch sizes, and a matrix product that also runs under the interpreter."""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """a @ b + acc in fp32. The interpreter keeps bf16 as raw bits, which numpy cannot multiply, so it upcasts."""
+    if INTERPRET:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+def precision(dtype):
+    """How tl.dot treats fp32 operands: three tf32 products carry about 22 bits. Other types ignore it."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def as_heads(tensor, trailing):
+    """`tensor` viewed as (B, H, *trailing dimensions), without a copy for up to two batch dimensions.
+
+    Args:
+        tensor: (*batch, ...) with `trailing` dimensions after the batch.
+        trailing: how many dimensions follow the batch.
+    """
+    batch = tensor.ndim - trailing
+    if batch == 2:
+        return tensor
+    if batch == 1:
+        return tensor.unsqueeze(1)
+    if batch == 0:
+        return tensor[None, None]
+    return tensor.flatten(0, batch - 2)
+
+
+def next_power(x):
+    """The smallest power of two that is at least x."""
+    return triton.next_power_of_2(x)
+
+
+def padded_dim(d):
+    """The power of two, at least 16 (the smallest tl.dot), in which a head of d columns is held."""
+    return max(16, next_power(d))
+
+
+@functools.lru_cache
+def _multiprocessors(index):
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def multiprocessors(tensor):
+    """How many programs run at once on the tensor's device."""
+    return _multiprocessors(tensor.device.index) if tensor.is_cuda else 4
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+
+
+def launch(kernel, grid, tensors, scalars, constants, *, warps, stages=1):
+    """Launch `kernel` with tensors, then scalars, then compile-time constants, in the order of its parameters.
+
+    Triton works out what a call is specialised on anew each time, which for thirty arguments costs more than a small
+    kernel takes. The compiled kernel is therefore kept under all that can change it: scalars, constants, types and
+    device, for pointers aligned to 16 bytes. Other pointers take Triton's own way.
+    """
+    if not tensors[0].is_cuda:
+        kernel[grid](*tensors, *scalars, **constants)
+        return
+    pointers = [t.data_ptr() for t in tensors]
+    aligned = True
+    for pointer in pointers:
+        aligned = aligned and not pointer & 15
+    device = tensors[0].get_device()
+    if device != torch.cuda.current_device() or not aligned:
+        with torch.cuda.device(device):
+            kernel[grid](*tensors, *scalars, **constants, num_warps=warps, num_stages=stages)
+        return
+    key = (kernel.fn, device, warps, stages, *scalars, *constants.values(), *[t.dtype for t in tensors])
+    found = _compiled.get(key)
+    if found is None:
+        if len(_compiled) >= 4096:
+            _compiled.clear()
+        handle = kernel[grid](*tensors, *scalars, **constants, num_warps=warps, num_stages=stages)
+        named = [constants[name] for name in kernel.arg_names[len(tensors) + len(scalars) :]]
+        _compiled[key] = handle, named
+    else:
+        handle, named = found
+        handle[(*grid, 1, 1)[:3]](*pointers, *scalars, *named)
+
+
+def eager(tensor):
+    """True where a call can run its kernels at once, without the dispatcher: no tracing, and a plain tensor.
+
+    A registered operator costs tens of microseconds a call; it is there for torch.compile and its like.
+    """
+    return type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
+
+
+def row_splits(n, heads, tile, device_tensor, programs_per_sm=1):
+    """(splits, rows in each): enough programs to fill the device once, each a whole number of tiles.
+
+    The order of a two-stage sum follows from this, so it depends on the shape and the device alone.
+    """
+    tiles = -(-n // tile)
+    wanted = max(1, multiprocessors(device_tensor) * programs_per_sm // heads)
+    per_split = -(-tiles // min(tiles, wanted))
+    return -(-tiles // per_split), per_split * tile
