@@ -67,7 +67,9 @@ def attend(  # type: ignore[misc]  # the overloads name only what decides the ty
     of the returned set's eps) from any query; for softmax the same choice carries no such guarantee.
 
     Shapes only are checked and no branch depends on values, so NaN in a visible key gives NaN. Leverage is taken from
-    the fp64 Gram, whatever the scorer's route. A query that sees no key gives zeros.
+    the fp64 Gram, whatever the scorer's route. On a CUDA device top_k ranks keys by fp32 kernels instead, which may
+    swap keys whose scores lie within the kernels' error (docs/gpu.md); a set that is returned is certified in fp64. A
+    query that sees no key gives zeros.
 
     Args:
         q: (*batch, m, d), as for `scaled_dot_product_attention`: (B, H, m, d).
@@ -134,10 +136,14 @@ def attend(  # type: ignore[misc]  # the overloads name only what decides the ty
                 elif choice.top_k is not None and not residual.best(choice.top_k) and not return_set:
                     used = nothing(mask, choice.top_k)
                 else:
-                    used = choice(head.k.detach(), mask)
+                    used = choice(head.k.detach(), mask, certify=return_set)
                 assert used is not None  # the choice or the given set
-                slots = residual(*head.rows(), used, mask, head.query_mask(), head.scale)
-                part = head.over(slots, band)
+                if isinstance(residual, Drop) and band is None and head.fused():
+                    every = choice is not None and choice.top_k is not None and key_mask is None
+                    part = head.over_keys(used, every)
+                else:
+                    slots = residual(*head.rows(), used, mask, head.query_mask(), head.scale)
+                    part = head.over(slots, band)
         out = part.out if normaliser is None else head.normalised(part)
         out = out.to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
     return (out, used) if return_set and used is not None else out

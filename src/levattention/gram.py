@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from levattention import kernels
 from levattention._shapes import Bool, Float, Float64, Int64
 from levattention.checks import require_same_device
 from levattention.csr import csr_gram, csr_rows, is_csr
@@ -99,6 +100,11 @@ class Gram:
         if rows.shape[-1] != self.matrix.shape[-1] or rows.shape[:-2] != expected:
             raise ValueError(f"rows: expected shape {(*expected, 'm', self.matrix.shape[-1])}, got {tuple(rows.shape)}")
         require_same_device([("rows", rows), ("the Gram", self.matrix)])
+        if weights is None and basis is None and kernels.preferred(rows):
+            self.matrix += kernels.gram(rows, precise=True)
+            if advance is not None:
+                advance(rows.numel() // rows.shape[-1])
+            return self._counted(rows)
         flat, matrix = heads_first(rows), heads_first(self.matrix)
         scale = None if weights is None else weights.reshape(-1, rows.shape[-2]).double()
         frame = None if basis is None else heads_first(basis)
@@ -109,6 +115,10 @@ class Gram:
             block = flat[heads, span].double() if frame is None else project(flat, heads, span, frame)
             weighted = block if scale is None else block * scale[heads, span].unsqueeze(-1)
             matrix[heads].baddbmm_(weighted.mT, block)
+        return self._counted(rows)
+
+    def _counted(self, rows: Tensor) -> Gram:
+        """This Gram, once the products of `rows` are in the matrix."""
         self.count += rows.shape[-2]
         self.input_eps = max(self.input_eps, torch.finfo(rows.dtype).eps)
         return self

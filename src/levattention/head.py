@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from levattention import kernels
 from levattention._shapes import Bool, Float
 from levattention.causal import RunningSet
 from levattention.local import Window, positions
@@ -63,9 +64,32 @@ class Head:
         real = self.mask if m == self.k.shape[-2] else self.mask.new_ones(*self.mask.shape[:-1], m)
         return real.repeat(*[1] * (real.ndim - 1), groups)
 
+    def fused(self) -> bool:
+        """Whether the kernels can attend: softmax of (B, H, ...) tensors of one type and width, no dropout."""
+        k, v = self.k, self.v
+        alike = k.ndim == 4 and k.shape == v.shape and self.queries.dtype == k.dtype == v.dtype
+        return alike and self.loss is None and self.dropout_p == 0 and kernels.preferred(k)
+
+    def over_keys(self, chosen: UniversalSet, every_slot_valid: bool) -> Part:
+        """Every query over the chosen keys, gathered inside the kernel."""
+        valid = None if every_slot_valid else chosen.valid
+        return self._part(
+            kernels.gathered_attention(
+                self.queries.flatten(1, 2), self.k, self.v, chosen.index, scale=self.scale, valid=valid
+            )
+        )
+
     def over(self, slots: Slots, band: Window | None) -> Part:
         """Every query over the same slots, and over its own local keys."""
         m, n = self.queries.shape[-2], self.k.shape[-2]
+        if band is None and self.fused():
+            keys, values = (rows.to(self.k.dtype) for rows in (slots.keys, slots.values))
+            every = torch.arange(keys.shape[-2], device=keys.device).expand(keys.shape[:-1])
+            return self._part(
+                kernels.gathered_attention(
+                    self.queries.flatten(1, 2), keys, values, every, slots.log_weight, scale=self.scale
+                )
+            )
         if band is None:
             return self._see(slice(0, m), slots)
         parts = []
@@ -146,6 +170,11 @@ class Head:
         seen = (total > 0) & (part.lse > -torch.inf)
         share = torch.where(seen, part.lse, 0.0).double().exp() / torch.where(seen, total, 1.0)
         return part.out * torch.where(seen, share, 0.0).unsqueeze(-1).to(part.out.dtype)
+
+    def _part(self, found: tuple[Tensor, Tensor]) -> Part:
+        """What the kernels give for (B, H, ...), by key heads and the groups that share them."""
+        heads = self.queries.shape[1:3]
+        return Part(found[0].unflatten(1, heads), found[1].unflatten(1, heads))
 
     def _places(self, rows: slice) -> Tensor:
         """The positions of some queries."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from levattention import kernels
 from levattention.gram import Gram
 from levattention.scorers import Leverage, Scorer
 from levattention.universal import UniversalSet, capacity, fill_above, select_top
@@ -43,15 +44,39 @@ class Choice:
         valid = best.scores >= 0
         return UniversalSet(best.index * valid, valid, best.scores * valid, best.eps.clamp(min=0.0))
 
-    def __call__(self, keys: Tensor, mask: Tensor) -> UniversalSet:
-        """The keys that all queries attend to. `keys` must be zero outside the mask."""
+    def __call__(self, keys: Tensor, mask: Tensor, *, certify: bool = True) -> UniversalSet:
+        """The keys that all queries attend to. `keys` must be zero outside the mask.
+
+        With `certify` the scores and ε hold in fp64 even where fp32 kernels made the ranking; without it the scores
+        are the ranking's own, and ε is NaN there.
+        """
         n, d = keys.shape[-2:]
         with torch.no_grad():
+            if self._by_kernels(keys):
+                return self._ranked(keys, mask, certify)
             if isinstance(self.scorer, Leverage):
                 scores = Gram.of(keys).leverage(keys, self.scorer.rtol)
             else:
                 scores = self.scorer(keys)
             return self.keep(scores, mask, score_total(self.scorer, d, n))
+
+    def _by_kernels(self, keys: Tensor) -> bool:
+        by_leverage = isinstance(self.scorer, Leverage) and self.scorer.rtol is None
+        return by_leverage and self.top_k is not None and kernels.preferred(keys)
+
+    def _ranked(self, keys: Tensor, mask: Tensor, certify: bool) -> UniversalSet:
+        """The best by the kernels' ranking. What is certified is about this set, however rounding ordered the keys."""
+        assert self.top_k is not None  # eps takes the certified route
+        index, scores = kernels.ranked(keys, min(self.top_k, keys.shape[-2]), mask)
+        scores = scores.double()
+        eps = scores.new_full(mask.shape[:-1], torch.nan)
+        if certify:
+            scores = torch.where(mask, Gram.of(keys).leverage(keys), -1.0)
+            index = index.gather(-1, scores.gather(-1, index).argsort(dim=-1, descending=True, stable=True))
+            eps = scores.scatter(-1, index, 0.0).amax(-1).clamp(min=0.0)
+        chosen = scores.gather(-1, index)
+        valid = chosen >= 0
+        return UniversalSet(index * valid, valid, torch.where(valid, chosen, 0.0), eps)
 
 
 def score_total(scorer: Scorer, d: int, n: int) -> float:

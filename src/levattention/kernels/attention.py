@@ -164,7 +164,7 @@ class _Attention(torch.autograd.Function):
     forward = staticmethod(_attention)
     setup_context = staticmethod(_setup_context)
     # The kernels' gradients carry no graph of their own: a second derivative is refused, not silently zero.
-    backward = staticmethod(once_differentiable(_backward))
+    backward = staticmethod(once_differentiable(_backward))  # type: ignore[assignment]
 
 
 def gathered_attention(q, k, v, index, bias=None, *, scale, valid=None):
