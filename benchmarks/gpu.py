@@ -25,7 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "kernels")]
 
 import reference  # noqa: E402
+import levattention as la  # noqa: E402
 from levattention import kernels  # noqa: E402
+from levattention.residuals import Cluster, Sample  # noqa: E402
 
 # B, H, n, d, k of the target table.
 ROWS = [
@@ -316,6 +318,41 @@ def leverage_alone(b, h, n, d, k):
     return table
 
 
+def public_entry(b, h, n, d, k):
+    """`attend` itself, with its checks, by residual: forward, and forward + backward, eager."""
+    q, key, v = (draw(b, h, n, d).requires_grad_() for _ in range(3))
+    seed = draw(b, h, n, d)
+    table = {}
+    for name, residual in (("Drop", None), ("Sample", Sample()), ("Cluster", Cluster())):
+
+        def forward(residual=residual):
+            with torch.no_grad():
+                return la.attend(q, key, v, top_k=k, residual=residual)
+
+        def both(residual=residual):
+            return torch.autograd.grad(la.attend(q, key, v, top_k=k, residual=residual), (q, key, v), seed)
+
+        table[name] = {"lev_ms": attempt(name, forward), "lev_fb_ms": attempt(f"{name} backward", both)}
+        print(f"  {name:8s} {table[name]}", flush=True)
+    return table
+
+
+def causal_prefill(h=16, d=128, k=256, window=1024):
+    """Causal attention over a prompt: full, and chunks with a window and the universal set of the prefix."""
+    table = []
+    for n in (4096, 16384, 65536):
+        q, key, v = (draw(1, h, n, d) for _ in range(3))
+        options = {"top_k": k, "window": window, "is_causal": True, "chunk": window}
+        row = {
+            "n": n,
+            "sdpa_ms": attempt("sdpa", lambda x=(q, key, v): sdpa(*x, is_causal=True)),
+            "lev_ms": attempt("lev", lambda x=(q, key, v), o=options: la.attend(*x, **o)),
+        }
+        table.append(row)
+        print(f"  {row}", flush=True)
+    return table
+
+
 def against_condition_number(n=16384, d=128, k=128, heads=4):
     """Share of the fp64 top k found and largest relative error of τ, as the keys grow ill-conditioned."""
     generator = torch.Generator(device="cuda").manual_seed(0)
@@ -476,6 +513,9 @@ def main():
     for stages in result["parts"].values():
         print(stages and {name: ms and round(ms, 4) for name, ms in stages.items()})
     result["leverage_scores"] = section("leverage scores alone, n = 65536", leverage_alone, 1, 16, 65536, 128, 128)
+    result["attend"] = {str(s): section(f"attend at {s}", public_entry, *s) for s in (ROWS[0], ROWS[1], ROWS[7])}
+    result["causal"] = section("causal prefill, window 1024, 256 keys", causal_prefill)
+    save()
     result["kappa"] = section("top-128 of 16384 keys against fp64", against_condition_number)
     result["peak_memory"] = section("peak memory above the inputs, forward + backward", peak_memory)
     save()
