@@ -24,8 +24,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "kernels")]
 
-import reference  # noqa: E402
 import levattention as la  # noqa: E402
+import reference  # noqa: E402
 from levattention import kernels  # noqa: E402
 from levattention.residuals import Cluster, Sample  # noqa: E402
 
