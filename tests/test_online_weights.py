@@ -14,6 +14,7 @@ from levattention.passes import two_pass
 from levattention.scorers.lift import Lift
 from levattention.scorers.robust import Robust
 from levattention.stream import KeyStream
+from test_stream import STREAMS as HARD
 from test_stream import deficient, growing, heavy_tailed, rank_growth
 
 STREAMS = {
@@ -186,3 +187,14 @@ def test_passes_that_differ_are_refused():
     lengths = iter([100, 90])
     with pytest.raises(ValueError, match="expected the same rows in every pass, got 100 and then 90"):
         two_pass(lambda: heavy_tailed(next(lengths), 3).split(30), eps=EPS)
+
+
+@pytest.mark.parametrize(("loss", "eps"), [(Tukey(), 0.04), (Tukey(), 0.3), (Huber(), 0.04)], ids=str)
+def test_repeated_passes_find_the_offline_set_on_every_stream(loss, eps):
+    for name, make in HARD.items():
+        matrix = make()
+        scores = Robust(loss).decide(matrix, eps)
+        # Both stop within a thousandth of their fixed points.
+        sure, maybe = ({i for i, s in enumerate(scores.tolist()) if s >= eps * factor} for factor in (1.005, 0.995))
+        found = set(members(two_pass(lambda rows=matrix: rows.split(450), eps=eps, loss=loss)))
+        assert sure <= found <= maybe, name

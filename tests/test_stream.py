@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import levattention as la
+from levattention.losses import Power
+from levattention.online_weights import sieve_for
 from levattention.passes import two_pass
 from levattention.stream import KeyStream
 from strategies import conditioned, deficient, heavy_tailed, spikes
@@ -203,6 +205,29 @@ def test_the_screen_spares_rows_and_loses_none(small_blocks):
     stream = fed(matrix, 200)
     assert stream.stats()["spared"] > 0.5
     assert members(stream.finish()) == offline(matrix)
+
+
+@pytest.mark.parametrize("scale", [1e-22, 1e-6, 1e6, 1e17])
+def test_quick_looks_in_fp32_lose_no_row_at_any_scale(scale, small_blocks):
+    # Squares of fp32 entries at 1e-22 underflow and at 1e22 overflow.
+    matrix = ((growing(2000, 8, 0, 0) + (torch.arange(2000) % 200 == 0).unsqueeze(-1) * 30) * scale).float()
+    assert (matrix != 0).all()
+    stream = fed(matrix, 200)
+    assert members(stream.finish()) == offline(matrix)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_dismissed_in_fp32_is_under_eps(dtype, small_blocks):
+    matrix = conditioned(4000, 40, 500.0).to(dtype)
+    sieve = sieve_for(Power(2), 40, 1, torch.device("cpu"), EPS)
+    sieve.update(matrix.unsqueeze(0))
+    scores = sieve.summary.prune().bound(matrix.unsqueeze(0))[0]
+    eps = float(scores.median())
+    gone = sieve.dismisses(matrix.unsqueeze(0), eps)[0]
+    assert (scores[gone] < eps).all()
+    assert (scores >= la.leverage_scores(matrix) - 1e-12).all()
+    # Not by a vacuous margin: nearly all that is under ε by a few per cent is dismissed.
+    assert gone[scores < 0.9 * eps].float().mean() > 0.95
 
 
 def test_a_buffer_may_be_reused(small_blocks):

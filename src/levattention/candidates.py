@@ -36,6 +36,8 @@ class Candidates:
     def only(self, mask: Bool[Tensor, "heads c"]) -> Candidates:
         """The valid rows that the mask allows, in the same order."""
         mask = mask & self.valid
+        if mask.all():
+            return self
         width = int(mask.sum(-1).max()) if mask.numel() else 0
         if mask.shape[0] == 1:
             index = mask.nonzero()[:, 1].unsqueeze(0)
@@ -82,5 +84,7 @@ class Candidates:
 
 def pick(values: Tensor, index: Int64[Tensor, "heads c"]) -> Tensor:
     """values[h, index[h]] for each head h; values (heads, m, ...)."""
+    if len(index) == 1:
+        return values[:, index[0]]
     expanded = index.reshape(*index.shape, *[1] * (values.ndim - 2)).expand(*index.shape, *values.shape[2:])
     return values.gather(1, expanded)

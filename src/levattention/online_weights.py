@@ -65,6 +65,10 @@ class Lifted(Squares):
         """None: the lift of a row costs more than its score."""
         return Sieve.spares(self, rows, eps)
 
+    def dismisses(self, rows: Tensor, eps: float) -> Bool[Tensor, "heads m"]:
+        """None, likewise."""
+        return Sieve.dismisses(self, rows, eps)
+
     def survivors(self, rows: Tensor, eps: float) -> Bool[Tensor, "heads m"]:
         """Rows whose lifted bound still reaches ε."""
         return super().survivors(self._lifted(rows), eps)
