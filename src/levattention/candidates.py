@@ -72,6 +72,15 @@ class Candidates:
             pick(both.rows, order), both.positions.gather(-1, order), both.valid.gather(-1, order), payload
         )
 
+    def at(self, positions: Int64[Tensor, "heads k"]) -> Num[Tensor, "heads k d"]:
+        """The rows that stand at these positions; any row for a position that is not kept."""
+        if self.rows.shape[1] == 0:
+            return self.rows.new_zeros((*positions.shape, self.rows.shape[-1]))
+        keyed = self.positions.masked_fill(~self.valid, torch.iinfo(torch.int64).max)
+        order = keyed.argsort(dim=-1)
+        slot = torch.searchsorted(keyed.gather(-1, order), positions).clamp(max=keyed.shape[-1] - 1)
+        return pick(self.rows, order.gather(-1, slot))
+
     def shifted(self, by: int) -> Candidates:
         """The same rows, standing `by` positions later."""
         return replace(self, positions=self.positions + by)

@@ -84,6 +84,8 @@ class Total:
         if rows.ndim == 2 and len(rows) == 0:
             return
         require_keys(rows, "block")
+        if rows.ndim != 2:
+            raise ValueError(f"block: expected shape (m, d), got {tuple(rows.shape)}")
         require_finite_block(rows, self.count)
         if self.sieve is None:
             self._start(rows.shape[-1], rows.device)

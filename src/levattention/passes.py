@@ -54,13 +54,15 @@ def two_pass(
     return found_by(fold, judged_by(fold, loss, eps), eps)[0]
 
 
-def judged_by(fold: Fold, loss: Loss, eps: float) -> Judge:
+def judged_by(fold: Fold, loss: Loss, eps: float, *, online: bool = False) -> Judge:
     """What scores the rows that the fold reaches, after as many folds as the loss needs.
+
+    With `online` one fold for every loss: weights are fixed as a stream fixes them, and depend on how rows are cut.
 
     Raises:
         ValueError: no rows, or bad ones.
     """
-    summed = isinstance(loss, Power) and loss.even
+    summed = online or (isinstance(loss, Power) and loss.even)
     base = fold(lambda: Total(loss if summed else Power(2), eps))
     if base.count == 0:
         raise ValueError("blocks: expected at least one block, got none")

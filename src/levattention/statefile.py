@@ -43,6 +43,8 @@ def load_state(
                 raise ValueError(f"{path}: expected a levattention {kind}, got {found}")
             if header.get("version") != VERSION:
                 raise ValueError(f"{path}: expected version {VERSION} of the format, got {header.get('version')}")
-            return {name: file.get_tensor(name) for name in file.keys()}, json.loads(header["config"])  # noqa: SIM118
+            # Copied to where allocations start: how a matrix is aligned decides the last bits of its products.
+            names = file.keys()
+            return {name: file.get_tensor(name).clone() for name in names}, json.loads(header["config"])
     except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: not a readable levattention {kind} ({error})") from None

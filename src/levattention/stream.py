@@ -201,6 +201,8 @@ class KeyStream:
         stream.end, stream.count, stream._seen = config["end"], config["count"], config["seen"]
         prefix = "sieve."
         stream._sieve.restore({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+        if stream.count == 0:
+            return stream
         valid = tensors["valid"]
 
         def padded(values: Tensor) -> Tensor:
