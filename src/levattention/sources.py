@@ -16,11 +16,12 @@ from levattention.checks import require_keys
 
 
 def open_keys(path: str | Path, tensor: str | None = None) -> Tensor:
-    """The keys of a .npy or .safetensors file, memory-mapped: pages are read when they are used.
+    """The keys of a .npy, .safetensors or .parquet file; the first two are read when they are used, page by page.
 
     Args:
         path: the file.
-        tensor: which tensor of a .safetensors file; may be left out where there is only one.
+        tensor: which tensor of a .safetensors file, or column of vectors of a .parquet file; may be left out where
+            there is only one. A .parquet file may instead hold one column of numbers for each of the d columns.
 
     Raises:
         ValueError: a file that is missing, of another kind, truncated, or does not hold keys (*batch, n, d).
@@ -34,8 +35,10 @@ def open_keys(path: str | Path, tensor: str | None = None) -> Tensor:
         keys = _open_npy(path)
     elif path.suffix == ".safetensors":
         keys = _open_safetensors(path, tensor)
+    elif path.suffix == ".parquet":
+        keys = _open_parquet(path, tensor)
     else:
-        raise ValueError(f"{path}: expected a .npy or .safetensors file")
+        raise ValueError(f"{path}: expected a .npy, .safetensors or .parquet file")
     return require_keys(keys, str(path))
 
 
@@ -64,6 +67,39 @@ def _open_safetensors(path: Path, tensor: str | None) -> Tensor:
             return file.get_tensor(tensor)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a readable .safetensors file ({error})") from None
+
+
+def _open_parquet(path: Path, column: str | None) -> Tensor:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise ValueError(f"{path}: reading .parquet files needs pyarrow: pip install 'levattention[dask]'") from None
+
+    try:
+        table = pq.read_table(path, columns=None if column is None else [column])
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not a readable .parquet file ({error})") from None
+    names = ", ".join(table.column_names) or "nothing"
+    if table.num_columns == 0:
+        raise ValueError(f"{path}: there is no column {column!r}")
+    if any(values.null_count for values in table.columns):
+        raise ValueError(f"{path}: expected numbers everywhere, got missing values")
+    kinds = {field.type for field in table.schema}
+    first = table.schema[0].type
+    if table.num_columns == 1 and pa.types.is_fixed_size_list(first):
+        kind, flat = first.value_type, table.column(0).combine_chunks().flatten()
+        array = flat.to_numpy(zero_copy_only=False).reshape(table.num_rows, first.list_size)
+    elif len(kinds) == 1 and pa.types.is_floating(first):
+        kind, array = first, np.stack([values.to_numpy() for values in table.columns], axis=1)
+    else:
+        raise ValueError(
+            f"{path}: expected one column of fixed-size vectors (give --tensor NAME) or columns of one float type; "
+            f"it holds {names}"
+        )
+    if not pa.types.is_floating(kind):
+        raise ValueError(f"{path}: expected float16, float32 or float64, got {kind}")
+    return torch.from_numpy(np.array(array, order="C"))
 
 
 @contextmanager

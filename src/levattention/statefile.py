@@ -15,12 +15,20 @@ VERSION = "1"
 
 
 def save_state(path: str | Path, kind: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Write the tensors and the configuration; an older file of that name survives any failure."""
+    """Write the tensors and the configuration; an older file of that name survives any failure.
+
+    Raises:
+        OSError: the disk is full, or will not be written.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     header = {"format": f"levattention.{kind}", "version": VERSION, "config": json.dumps(config)}
     with replacing(path) as temporary:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata=header)
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata=header)
+        except SafetensorError as error:
+            raise OSError(f"{path}: could not be written ({error})") from None
 
 
 def load_state(

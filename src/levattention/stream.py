@@ -122,9 +122,16 @@ class KeyStream:
         shift = self.end if other.start is None else 0
         self._sieve.merge(other._sieve)
         self.count += other.count
+        for name in ("scored", "spared", "prunes"):
+            self._seen[name] += other._seen[name]
+        self._seen["peak"] = max(self._seen["peak"], other._seen["peak"])
         self.end = max(self.end, other.end + shift)
         if other._kept is not None:
             self._prune(other._kept.to(self._device).shifted(shift))
+
+    def settle(self) -> None:
+        """Work off the rows that wait for a full block."""
+        self._work_off()
 
     def finish(self) -> UniversalSet:
         """The universal set of all rows so far; `index` holds positions in the stream. More rows may follow.
@@ -165,13 +172,19 @@ class KeyStream:
             return Candidates.of(torch.zeros(math.prod(self.batch), 0, self.d, device=self._device), 0)
         return self._kept
 
+    @property
+    def size(self) -> int:
+        """How many rows the fullest head has kept, not counting those that wait."""
+        kept = self._kept
+        return int(kept.valid.sum(-1).max()) if kept is not None and kept.valid.numel() else 0
+
     def stats(self) -> dict[str, Any]:
         """Rows seen, kept now and at most, and the share that the cheap screen spared from scoring."""
-        kept = self.candidates.valid.sum(-1)
+        self.settle()
         judged = self._seen["scored"] + self._seen["spared"]
         return {
             "rows": self.count,
-            "kept": int(kept.max()) if kept.numel() else 0,
+            "kept": self.size,
             "peak": self._seen["peak"],
             "prunes": self._seen["prunes"],
             "spared": self._seen["spared"] / judged if judged else 0.0,
@@ -250,6 +263,4 @@ class KeyStream:
         ]
         self._kept = cut[0] if len(cut) == 1 else cut[0].join(cut[1])
         self._seen["prunes"] += 1
-        self._seen["peak"] = max(
-            self._seen["peak"], int(self._kept.valid.sum(-1).max()) if self._kept.valid.numel() else 0
-        )
+        self._seen["peak"] = max(self._seen["peak"], self.size)
