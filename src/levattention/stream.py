@@ -211,11 +211,17 @@ class KeyStream:
             batch=tuple(config["batch"]),
             device=device,
         )
-        stream.end, stream.count, stream._seen = config["end"], config["count"], config["seen"]
+        stream.restore(tensors, config)
+        return stream
+
+    def restore(self, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        """Take up the state of a stream with the same d, eps, loss and batch."""
+        self.start, self.end, self.count, self._seen = (config[name] for name in ("start", "end", "count", "seen"))
+        self._kept, self._pending, self._waiting = None, [], 0
         prefix = "sieve."
-        stream._sieve.restore({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
-        if stream.count == 0:
-            return stream
+        self._sieve.restore({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+        if self.count == 0:
+            return
         valid = tensors["valid"]
 
         def padded(values: Tensor) -> Tensor:
@@ -225,8 +231,7 @@ class KeyStream:
 
         payload = tensors.get("payload")
         carried = None if payload is None else padded(payload)
-        stream._kept = Candidates(padded(tensors["rows"]), tensors["positions"], valid, carried)
-        return stream
+        self._kept = Candidates(padded(tensors["rows"]), tensors["positions"], valid, carried)
 
     def save(self, path: str | Path) -> None:
         """Write the state to a safetensors file, replaced whole or not at all."""
