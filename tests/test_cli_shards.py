@@ -115,6 +115,20 @@ def test_files_of_other_kinds(folder, matrix, find):
     code, out, _ = find("a.parquet", "b.parquet", "c.safetensors", "--eps", EPS, "--json")
     assert code == 0
     assert index(out) == expected(matrix)
+    pq.write_table(pa.table({"k": pa.FixedSizeListArray.from_arrays(flat, 6), "name": ["a"] * 1000}), "two.parquet")
+    pq.write_table(pa.table({"k": ["a"], "l": ["b"]}), "words.parquet")
+    pq.write_table(pa.table({"k": [1.0, None], "l": [2.0, 3.0]}), "holed.parquet")
+    for arguments, message in [
+        (["two.parquet"], "give --tensor NAME"),
+        (["two.parquet", "--tensor", "x"], "there is no column 'x'; it holds k, name"),
+        (["words.parquet"], "expected float16, float32 or float64, got string"),
+        (["holed.parquet"], "got missing values"),
+    ]:
+        code, _, err = find(*arguments, "--workers", 1, "--eps", EPS)
+        assert code == 2
+        assert message in err
+    _, out, _ = find("two.parquet", "--tensor", "k", "--eps", EPS, "--json")
+    assert index(out) == expected(matrix[:1000])
 
 
 def test_heads_in_shards(folder, find):

@@ -80,7 +80,7 @@ def universal_set(
     """
     from levattention.wire import Wire, resolve_group
 
-    eps = require_eps(eps)
+    eps, local_keys = require_eps(eps), local_keys.detach()
     if protocol not in (None, "one-round", "two-round"):
         raise ValueError(f"protocol: expected 'one-round', 'two-round' or None, got {protocol!r}")
     summed = isinstance(loss, Power) and loss.even

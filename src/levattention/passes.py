@@ -38,6 +38,7 @@ def two_pass(
         ValueError: no blocks, bad rows (named by position), or passes that differ.
 
     Example:
+        >>> import torch
         >>> keys = torch.cat([torch.randn(5000, 3) * 0.01, torch.eye(3)])
         >>> u = two_pass(lambda: keys.split(700), eps=0.5)
         >>> sorted(u.index[u.valid].tolist())

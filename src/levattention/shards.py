@@ -16,7 +16,7 @@ from torch import Tensor
 
 from levattention.gram import Advance
 from levattention.losses import Loss, Power
-from levattention.sources import open_keys
+from levattention.sources import open_keys, shape_of
 from levattention.stream import KeyStream
 
 # Elements of a piece, what an interruption can lose and what a worker holds on to; and of a block within it.
@@ -78,13 +78,13 @@ def survey(paths: Iterable[str], tensor: str | None = None) -> list[Shard]:
     shards: list[Shard] = []
     start = 0
     for path in paths:
-        keys = open_keys(path, tensor)
-        *batch, rows, d = keys.shape
+        shape = shape_of(path, tensor)
+        *batch, rows, d = shape
         shard = Shard(path, tensor, rows, start, tuple(batch), d)
         if shards and (shard.batch, d) != (shards[0].batch, shards[0].d):
             expected = (*shards[0].batch, "n", shards[0].d)
             raise ValueError(
-                f"{path}: expected keys of shape {expected} as in {shards[0].path}, got {tuple(keys.shape)} "
+                f"{path}: expected keys of shape {expected} as in {shards[0].path}, got {shape} "
                 f"(its rows would start at position {start})"
             )
         shards.append(shard)

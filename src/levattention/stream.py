@@ -87,7 +87,7 @@ class KeyStream:
         require_finite_block(block, self.end)
         if payload is not None and payload.shape[: block.ndim - 1] != block.shape[:-1]:
             raise ValueError(f"payload: expected shape {(*block.shape[:-1], '...')}, got {tuple(payload.shape)}")
-        rows = heads_first(block).to(self._device)
+        rows = heads_first(block.detach()).to(self._device)
         carried = None if payload is None else payload.reshape(*rows.shape[:2], *payload.shape[block.ndim - 1 :])
         known = self._pending[0] if self._pending else self._kept
         if known is not None and known.rows.shape[1] and (known.payload is None) != (payload is None):
