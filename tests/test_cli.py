@@ -72,7 +72,7 @@ def bad_inputs(folder):
     (folder / "junk.safetensors").write_bytes(b"not a tensor file")
     return [
         (["missing.npy", "--top", 1], "no such file"),
-        (["note.txt", "--top", 1], "expected a .npy or .safetensors file"),
+        (["note.txt", "--top", 1], "expected a .npy, .safetensors or .parquet file"),
         (["short.npy", "--top", 1], "not a readable .npy array"),
         (["junk.safetensors", "--top", 1], "not a readable .safetensors file"),
         (["ints.npy", "--top", 1], "expected float16, float32 or float64, got int64"),

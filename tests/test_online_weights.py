@@ -14,6 +14,7 @@ from levattention.passes import two_pass
 from levattention.scorers.lift import Lift
 from levattention.scorers.robust import Robust
 from levattention.stream import KeyStream
+from test_stream import STREAMS as HARD
 from test_stream import deficient, growing, heavy_tailed, rank_growth
 
 STREAMS = {
@@ -186,3 +187,36 @@ def test_passes_that_differ_are_refused():
     lengths = iter([100, 90])
     with pytest.raises(ValueError, match="expected the same rows in every pass, got 100 and then 90"):
         two_pass(lambda: heavy_tailed(next(lengths), 3).split(30), eps=EPS)
+
+
+@pytest.mark.parametrize(("loss", "eps"), [(Tukey(), 0.04), (Tukey(), 0.3), (Huber(), 0.04)], ids=str)
+def test_repeated_passes_find_the_offline_set_on_every_stream(loss, eps):
+    for name, make in HARD.items():
+        matrix = make()
+        scores = Robust(loss).decide(matrix, eps)
+        # Both stop within a thousandth of their fixed points.
+        sure, maybe = ({i for i, s in enumerate(scores.tolist()) if s >= eps * factor} for factor in (1.005, 0.995))
+        found = set(members(two_pass(lambda rows=matrix: rows.split(450), eps=eps, loss=loss)))
+        assert sure <= found <= maybe, name
+
+
+def test_even_p_where_the_first_rows_know_little_of_what_follows(small_blocks):
+    # A first block that lacks directions, which then come a million times fainter, would leave their squares to noise.
+    faint = heavy_tailed(400, 4) * torch.tensor([1.0, 1.0, 1e-6, 1e-7], dtype=torch.float64)
+    faint[:70, 2:] = 0
+    scores = Lift(4)(faint)
+    expected = (scores >= EPS).nonzero().squeeze(-1).tolist()
+    assert members(fed(faint, 1, Power(4)).finish()) == expected
+    parts = [fed(faint[a:b], 50, Power(4), start=a) for a, b in itertools.pairwise([0, 2, 3, 71, 250, 400])]
+    for part in parts[1:]:
+        parts[0].merge(part)
+    assert members(parts[0].finish()) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_even_p_leaves_out_directions_that_are_rounding(dtype, small_blocks):
+    matrix = deficient(300, 4, 2).to(dtype)
+    scores = Lift(4)(matrix)
+    u = fed(matrix, 30, Power(4)).finish()
+    assert members(u) == (scores >= EPS).nonzero().squeeze(-1).tolist()
+    assert int(u.rank) == 3

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import levattention as la
+from levattention.losses import Power
+from levattention.online_weights import sieve_for
 from levattention.passes import two_pass
 from levattention.stream import KeyStream
 from strategies import conditioned, deficient, heavy_tailed, spikes
@@ -203,6 +205,49 @@ def test_the_screen_spares_rows_and_loses_none(small_blocks):
     stream = fed(matrix, 200)
     assert stream.stats()["spared"] > 0.5
     assert members(stream.finish()) == offline(matrix)
+
+
+@pytest.mark.parametrize("scale", [1e-22, 1e-6, 1e6, 1e17])
+def test_quick_looks_in_fp32_lose_no_row_at_any_scale(scale, small_blocks):
+    # Squares of fp32 entries at 1e-22 underflow and at 1e22 overflow.
+    matrix = ((growing(2000, 8, 0, 0) + (torch.arange(2000) % 200 == 0).unsqueeze(-1) * 30) * scale).float()
+    assert (matrix != 0).all()
+    stream = fed(matrix, 200)
+    assert members(stream.finish()) == offline(matrix)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_dismissed_in_fp32_is_under_eps(dtype, small_blocks):
+    matrix = conditioned(4000, 40, 500.0).to(dtype)
+    sieve = sieve_for(Power(2), 40, 1, torch.device("cpu"), EPS)
+    sieve.update(matrix.unsqueeze(0))
+    scores = sieve.summary.prune().bound(matrix.unsqueeze(0))[0]
+    eps = float(scores.median())
+    gone = sieve.dismisses(matrix.unsqueeze(0), eps)[0]
+    assert (scores[gone] < eps).all()
+    assert (scores >= la.leverage_scores(matrix) - 1e-12).all()
+    # Not by a vacuous margin: nearly all that is under ε by a few per cent is dismissed.
+    assert gone[scores < 0.9 * eps].float().mean() > 0.95
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_directions_near_the_noise_floor_of_the_input(dtype, small_blocks):
+    # Truncation breaks monotonicity: a direction may count as rounding on the way and not in the end, or the reverse.
+    low, high = (-8, -4.5) if dtype is torch.float32 else (-4, -0.5)
+    for seed in range(15):
+        generator = torch.Generator().manual_seed(seed)
+        scales = 10 ** (low + (high - low) * torch.rand(6, generator=generator, dtype=torch.float64))
+        scales[:2] = 1
+        matrix = torch.randn(600, 6, generator=generator, dtype=torch.float64) * scales
+        if seed % 2:
+            ramp = torch.logspace(0, 2 * torch.rand(1, generator=generator).item(), 600, dtype=torch.float64)
+            matrix *= (ramp if seed % 4 == 1 else ramp.flip(0)).unsqueeze(-1)
+        if seed % 3 == 0:
+            matrix[:300, 3:] = 0
+        if seed % 5:
+            matrix = matrix @ torch.linalg.qr(torch.randn(6, 6, generator=generator, dtype=torch.float64)).Q
+        matrix = matrix.to(dtype)
+        assert members(fed(matrix, 37).finish()) == offline(matrix), seed
 
 
 def test_a_buffer_may_be_reused(small_blocks):

@@ -31,13 +31,14 @@ _HOME = {
     "universal_set": "universal",
     "witness": "scorers.leverage",
 }
-_MODULES = ("adversary", "features", "integrations", "planted", "residuals", "scorers", "vision")
+_MODULES = ("adversary", "distributed", "features", "integrations", "planted", "residuals", "scorers", "vision")
 
 __all__ = [*_HOME, *_MODULES]
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from levattention import adversary as adversary
+    from levattention import distributed as distributed
     from levattention import features as features
     from levattention import integrations as integrations
     from levattention import planted as planted

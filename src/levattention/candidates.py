@@ -36,6 +36,8 @@ class Candidates:
     def only(self, mask: Bool[Tensor, "heads c"]) -> Candidates:
         """The valid rows that the mask allows, in the same order."""
         mask = mask & self.valid
+        if mask.all():
+            return self
         width = int(mask.sum(-1).max()) if mask.numel() else 0
         if mask.shape[0] == 1:
             index = mask.nonzero()[:, 1].unsqueeze(0)
@@ -70,6 +72,15 @@ class Candidates:
             pick(both.rows, order), both.positions.gather(-1, order), both.valid.gather(-1, order), payload
         )
 
+    def at(self, positions: Int64[Tensor, "heads k"]) -> Num[Tensor, "heads k d"]:
+        """The rows that stand at these positions; any row for a position that is not kept."""
+        if self.rows.shape[1] == 0:
+            return self.rows.new_zeros((*positions.shape, self.rows.shape[-1]))
+        keyed = self.positions.masked_fill(~self.valid, torch.iinfo(torch.int64).max)
+        order = keyed.argsort(dim=-1)
+        slot = torch.searchsorted(keyed.gather(-1, order), positions).clamp(max=keyed.shape[-1] - 1)
+        return pick(self.rows, order.gather(-1, slot))
+
     def shifted(self, by: int) -> Candidates:
         """The same rows, standing `by` positions later."""
         return replace(self, positions=self.positions + by)
@@ -82,5 +93,7 @@ class Candidates:
 
 def pick(values: Tensor, index: Int64[Tensor, "heads c"]) -> Tensor:
     """values[h, index[h]] for each head h; values (heads, m, ...)."""
+    if len(index) == 1:
+        return values[:, index[0]]
     expanded = index.reshape(*index.shape, *[1] * (values.ndim - 2)).expand(*index.shape, *values.shape[2:])
     return values.gather(1, expanded)

@@ -29,10 +29,15 @@ STEPS = 200
 
 
 class Lifted(Squares):
-    """|x|^p for even p: x² on the symmetric lift of the keys, whitened by the first block.
+    """|x|^p for even p: x² on the symmetric lift of the keys, in coordinates in which the keys are nearly orthonormal.
 
-    A condition number κ of the keys would enter as κ^(p/2), so rows pass through a fixed invertible map A before they
-    are lifted, which changes no leverage score. States with different maps meet by the congruence φ(xC) = φ(x)·Φ(C).
+    A condition number κ of the keys would enter as κ^(p/2), so rows pass through an invertible map A before they are
+    lifted, which changes no leverage score. When the keys so far are no longer well-conditioned under A, or two states
+    with different maps meet, the lifted Gram is moved to a better map by the congruence φ(xC) = φ(x)·Φ(C).
+
+    Attributes:
+        base: the keys themselves under x², which say what A should be and what their numerical rank is.
+        map: A, (heads, d, d).
     """
 
     def __init__(self, p: float, d: int, heads: int, device: torch.device) -> None:
@@ -44,26 +49,35 @@ class Lifted(Squares):
                 f"at most {MAX_COLUMNS:,} columns are formed"
             )
         super().__init__(wide, heads, device)
-        self.map: Tensor | None = None
+        self.base = Summary(d, heads, device)
+        self.map = torch.eye(d, dtype=torch.float64, device=device).repeat(heads, 1, 1)
+        self._final: tuple[Tensor, Squares] | None = None
 
     def update(self, rows: Tensor) -> None:
         """Lift the rows and add them."""
-        if self.map is None:
-            self.map = first_map(rows.double())
+        self.base.update(rows)
+        self._remap()
+        self._final = None
         super().update(self._lifted(rows))
 
     def merge(self, other: Sieve) -> None:
         """Add the other's summary, in this one's coordinates."""
-        if isinstance(other, Lifted) and other.map is not None:
-            if self.map is None:
-                self.map = other.map.to(self.summary.gram.matrix.device)
-            change = torch.linalg.solve(other.map, self.map.to(other.map.device))
-            other = other._congruent(change)
-        super().merge(other)
+        if isinstance(other, Lifted) and other.base.gram.count:
+            self.base.merge(other.base)
+            self._remap()
+            self._final = None
+            there = other.map.to(self.map.device)
+            super().merge(_moved(other.summary, self.lift.k, torch.linalg.solve(there, self.map)))
+        elif not isinstance(other, Lifted):
+            super().merge(other)
 
     def spares(self, rows: Tensor, eps: float) -> Bool[Tensor, "heads m"]:
         """None: the lift of a row costs more than its score."""
         return Sieve.spares(self, rows, eps)
+
+    def dismisses(self, rows: Tensor, eps: float) -> Bool[Tensor, "heads m"]:
+        """None, likewise."""
+        return Sieve.dismisses(self, rows, eps)
 
     def survivors(self, rows: Tensor, eps: float) -> Bool[Tensor, "heads m"]:
         """Rows whose lifted bound still reaches ε."""
@@ -71,38 +85,85 @@ class Lifted(Squares):
 
     def scores(self, rows: Tensor, eps: float) -> Float64[Tensor, "heads m"]:
         """Leverage scores of the lifted rows."""
-        return super().scores(self._lifted(rows), eps)
+        frame, squares = self._settled()
+        return squares.scores(self.lift(rows.double() @ frame), eps)
+
+    def rank(self) -> Tensor:
+        """Numerical rank of the lifted keys of each head."""
+        return self._settled()[1].summary.factor().rank
 
     def state(self) -> dict[str, Tensor]:
-        """The summary and the map."""
-        return super().state() | ({} if self.map is None else {"map": self.map})
+        """The summary, that of the keys themselves, and the map."""
+        base = {f"base.{name}": tensor for name, tensor in self.base.state().items()}
+        return super().state() | base | {"map": self.map}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take up a saved state."""
-        self.map = state.get("map")
-        super().restore(state)
+        self.map, self._final = state["map"], None
+        self.base.restore({n.removeprefix("base."): t for n, t in state.items() if n.startswith("base.")})
+        super().restore({n: t for n, t in state.items() if not n.startswith("base.")})
 
     def _lifted(self, rows: Tensor) -> Tensor:
-        assert self.map is not None  # rows are judged only after rows have come
         return self.lift(rows.double() @ self.map)
 
-    def _congruent(self, change: Tensor) -> Squares:
-        """The same summary for rows multiplied by `change` (heads, d, d) before they are lifted."""
-        moved = Squares(self.width, len(change), change.device)
-        powers = torch.stack([symmetric_power(one, self.lift.k) for one in change])
-        upper = self.summary.triangle() @ powers
-        moved.summary.restore(self.summary.state() | {"gram": upper.mT @ upper, "upper": upper})
-        return moved
+    def _remap(self) -> None:
+        """Another map, where the keys so far are too long in one direction and too short in another under this one."""
+        upper = self.base.triangle()
+        singular = torch.linalg.svdvals(upper @ self.map)
+        top = singular[..., :1]
+        seen = singular > top * singular.shape[-1] * FP64_EPS
+        if bool((seen & (singular * STRETCHED < top)).any()) or self.summary.gram.count == 0:
+            better = balancing_map(upper, self.base.gram.count)
+            if self.summary.gram.count:
+                change = torch.linalg.solve(self.map, better)
+                self.summary = _moved(self.summary, self.lift.k, change).summary
+                self._prune = None
+            self.map = better
+
+    def _settled(self) -> tuple[Tensor, Squares]:
+        """(what maps rows before they are lifted, the summary to score against), after directions that are noise.
+
+        The offline lift leaves directions out that are rounding of the input's own dtype. Doing so only lowers scores
+        (it takes queries away), hence no row that was dropped on the way is missed.
+        """
+        if self._final is None:
+            factor = self.base.factor()
+            if bool((factor.rank == self.map.shape[-1]).all()):
+                self._final = self.map, _same(self.summary)
+            else:
+                frame = factor.whitener * math.sqrt(max(1, self.base.gram.count))
+                self._final = frame, _moved(self.summary, self.lift.k, torch.linalg.solve(self.map, frame))
+        return self._final
 
 
-def first_map(rows: Float64[Tensor, "heads m d"]) -> Float64[Tensor, "heads d d"]:
-    """An invertible A with (KA)ᵀKA = m·I on the row space of a first block; directions yet unseen get its scale."""
-    _, singular, right = torch.linalg.svd(torch.linalg.qr(rows, mode="r").R)
-    full = torch.zeros(right.shape[:-1], dtype=torch.float64, device=rows.device)
-    full[..., : singular.shape[-1]] = singular
-    top = full[..., :1]
-    full = torch.where(full > top * rows.shape[-1] * FP64_EPS, full, torch.where(top > 0, top, 1.0))
-    return right.mT * (math.sqrt(rows.shape[-2]) / full).unsqueeze(-2)
+# Singular values of the mapped keys may lie this far apart before they are mapped anew: their power p/2 is
+# what the lifted Gram has to resolve.
+STRETCHED = 10.0
+
+
+def balancing_map(upper: Float64[Tensor, "heads d d"], count: int) -> Float64[Tensor, "heads d d"]:
+    """An invertible A with (RA)ᵀRA = n·I on the row space of R; directions yet unseen get the largest scale."""
+    _, singular, right = torch.linalg.svd(upper)
+    top = singular[..., :1]
+    seen = singular > top * singular.shape[-1] * FP64_EPS
+    scale = torch.where(seen, singular, torch.where(top > 0, top, 1.0))
+    # Contiguous, so that a map read from a file multiplies to the same bits.
+    return (right.mT * (math.sqrt(count) / scale).unsqueeze(-2)).contiguous()
+
+
+def _same(summary: Summary) -> Squares:
+    """A sieve around a summary."""
+    squares = Squares(summary.gram.matrix.shape[-1], len(summary.gram.matrix), summary.gram.matrix.device)
+    squares.summary = summary
+    return squares
+
+
+def _moved(summary: Summary, k: int, change: Float64[Tensor, "heads d d"]) -> Squares:
+    """The lifted summary for rows multiplied by `change` before they are lifted."""
+    upper = summary.triangle() @ torch.stack([symmetric_power(one, k) for one in change])
+    moved = _same(Summary(upper.shape[-1], len(change), change.device))
+    moved.summary.restore(summary.state() | {"gram": upper.mT @ upper, "upper": upper})
+    return moved
 
 
 def symmetric_power(matrix: Float64[Tensor, "d d"], k: int) -> Float64[Tensor, "wide wide"]:

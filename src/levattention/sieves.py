@@ -62,6 +62,10 @@ class Sieve(ABC):
         """Rows that a look at their length alone rules out; none where there is no such test."""
         return torch.zeros(rows.shape[:-1], dtype=torch.bool, device=rows.device)
 
+    def dismisses(self, rows: Tensor, eps: float) -> Bool[Tensor, "heads m"]:
+        """Rows that a score in fp32 rules out, whatever it was rounded by; none where there is no such test."""
+        return torch.zeros(rows.shape[:-1], dtype=torch.bool, device=rows.device)
+
 
 class Squares(Sieve):
     """f(x) = x²: leverage against the Gram, or against R where the Gram is not enough."""
@@ -91,6 +95,10 @@ class Squares(Sieve):
     def spares(self, rows: Tensor, eps: float) -> Tensor:
         """Rows with ‖k‖²/λ_min under ε."""
         return self._bound().spares(rows, eps)
+
+    def dismisses(self, rows: Tensor, eps: float) -> Tensor:
+        """Rows whose score in fp32 stays under ε by more than its rounding."""
+        return self._bound().dismisses(rows, eps)
 
     def survivors(self, rows: Tensor, eps: float) -> Tensor:
         """Rows whose bound still reaches ε."""

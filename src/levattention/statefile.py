@@ -15,12 +15,20 @@ VERSION = "1"
 
 
 def save_state(path: str | Path, kind: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Write the tensors and the configuration; an older file of that name survives any failure."""
+    """Write the tensors and the configuration; an older file of that name survives any failure.
+
+    Raises:
+        OSError: the disk is full, or will not be written.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     header = {"format": f"levattention.{kind}", "version": VERSION, "config": json.dumps(config)}
     with replacing(path) as temporary:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata=header)
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata=header)
+        except SafetensorError as error:
+            raise OSError(f"{path}: could not be written ({error})") from None
 
 
 def load_state(
@@ -43,6 +51,8 @@ def load_state(
                 raise ValueError(f"{path}: expected a levattention {kind}, got {found}")
             if header.get("version") != VERSION:
                 raise ValueError(f"{path}: expected version {VERSION} of the format, got {header.get('version')}")
-            return {name: file.get_tensor(name) for name in file.keys()}, json.loads(header["config"])  # noqa: SIM118
+            # Copied to where allocations start: how a matrix is aligned decides the last bits of its products.
+            names = file.keys()
+            return {name: file.get_tensor(name).clone() for name in names}, json.loads(header["config"])
     except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: not a readable levattention {kind} ({error})") from None

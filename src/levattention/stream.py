@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from levattention.candidates import Candidates
-from levattention.checks import require_eps, require_finite, require_keys
+from levattention.checks import require_eps, require_finite_block, require_keys
 from levattention.gram import heads_first
 from levattention.losses import Loss, Power, from_config, to_config
 from levattention.online_weights import sieve_for
@@ -84,12 +84,10 @@ class KeyStream:
         require_keys(block, "block")
         if (*block.shape[:-2], block.shape[-1]) != (*self.batch, self.d):
             raise ValueError(f"block: expected shape {(*self.batch, 'm', self.d)}, got {tuple(block.shape)}")
-        # A sum is cheaper than a test of every entry, and no bad entry leaves it finite.
-        if not block.sum(dtype=torch.float64).isfinite():
-            require_finite(block, f"block at position {self.end}")
+        require_finite_block(block, self.end)
         if payload is not None and payload.shape[: block.ndim - 1] != block.shape[:-1]:
             raise ValueError(f"payload: expected shape {(*block.shape[:-1], '...')}, got {tuple(payload.shape)}")
-        rows = heads_first(block).to(self._device)
+        rows = heads_first(block.detach()).to(self._device)
         carried = None if payload is None else payload.reshape(*rows.shape[:2], *payload.shape[block.ndim - 1 :])
         known = self._pending[0] if self._pending else self._kept
         if known is not None and known.rows.shape[1] and (known.payload is None) != (payload is None):
@@ -124,9 +122,16 @@ class KeyStream:
         shift = self.end if other.start is None else 0
         self._sieve.merge(other._sieve)
         self.count += other.count
+        for name in ("scored", "spared", "prunes"):
+            self._seen[name] += other._seen[name]
+        self._seen["peak"] = max(self._seen["peak"], other._seen["peak"])
         self.end = max(self.end, other.end + shift)
         if other._kept is not None:
             self._prune(other._kept.to(self._device).shifted(shift))
+
+    def settle(self) -> None:
+        """Work off the rows that wait for a full block."""
+        self._work_off()
 
     def finish(self) -> UniversalSet:
         """The universal set of all rows so far; `index` holds positions in the stream. More rows may follow.
@@ -167,32 +172,37 @@ class KeyStream:
             return Candidates.of(torch.zeros(math.prod(self.batch), 0, self.d, device=self._device), 0)
         return self._kept
 
+    @property
+    def size(self) -> int:
+        """How many rows the fullest head has kept, not counting those that wait."""
+        kept = self._kept
+        return int(kept.valid.sum(-1).max()) if kept is not None and kept.valid.numel() else 0
+
     def stats(self) -> dict[str, Any]:
         """Rows seen, kept now and at most, and the share that the cheap screen spared from scoring."""
-        kept = self.candidates.valid.sum(-1)
+        self.settle()
         judged = self._seen["scored"] + self._seen["spared"]
         return {
             "rows": self.count,
-            "kept": int(kept.max()) if kept.numel() else 0,
+            "kept": self.size,
             "peak": self._seen["peak"],
             "prunes": self._seen["prunes"],
             "spared": self._seen["spared"] / judged if judged else 0.0,
         }
 
-    def save(self, path: str | Path) -> None:
-        """Write the state to a safetensors file, replaced whole or not at all."""
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All that must be remembered, as tensors and as what fits JSON; kept rows without padding."""
         kept = self.candidates
         tensors = {f"sieve.{name}": tensor for name, tensor in self._sieve.state().items()}
-        tensors |= {"rows": kept.rows, "positions": kept.positions, "valid": kept.valid}
+        tensors |= {"rows": kept.rows[kept.valid], "positions": kept.positions, "valid": kept.valid}
         if kept.payload is not None:
-            tensors["payload"] = kept.payload
+            tensors["payload"] = kept.payload[kept.valid]
         config = {"d": self.d, "eps": self.eps, "loss": to_config(self.loss), "start": self.start, "batch": self.batch}
-        save_state(path, "stream", tensors, config | {"end": self.end, "count": self.count, "seen": self._seen})
+        return tensors, config | {"end": self.end, "count": self.count, "seen": self._seen}
 
     @classmethod
-    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> KeyStream:
-        """The stream that `save` wrote, ready for more rows."""
-        tensors, config = load_state(path, "stream", device)
+    def of_state(cls, tensors: dict[str, Tensor], config: dict[str, Any], device: torch.device | str) -> KeyStream:
+        """The stream whose `state` this is, ready for more rows."""
         stream = cls(
             config["d"],
             eps=config["eps"],
@@ -201,11 +211,36 @@ class KeyStream:
             batch=tuple(config["batch"]),
             device=device,
         )
-        stream.end, stream.count, stream._seen = config["end"], config["count"], config["seen"]
-        prefix = "sieve."
-        stream._sieve.restore({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
-        stream._kept = Candidates(tensors["rows"], tensors["positions"], tensors["valid"], tensors.get("payload"))
+        stream.restore(tensors, config)
         return stream
+
+    def restore(self, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+        """Take up the state of a stream with the same d, eps, loss and batch."""
+        self.start, self.end, self.count, self._seen = (config[name] for name in ("start", "end", "count", "seen"))
+        self._kept, self._pending, self._waiting = None, [], 0
+        prefix = "sieve."
+        self._sieve.restore({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
+        if self.count == 0:
+            return
+        valid = tensors["valid"]
+
+        def padded(values: Tensor) -> Tensor:
+            slots = values.new_zeros((*valid.shape, *values.shape[1:]))
+            slots[valid] = values
+            return slots
+
+        payload = tensors.get("payload")
+        carried = None if payload is None else padded(payload)
+        self._kept = Candidates(padded(tensors["rows"]), tensors["positions"], valid, carried)
+
+    def save(self, path: str | Path) -> None:
+        """Write the state to a safetensors file, replaced whole or not at all."""
+        save_state(path, "stream", *self.state())
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> KeyStream:
+        """The stream that `save` wrote, ready for more rows."""
+        return cls.of_state(*load_state(path, "stream", device), device)
 
     def _unbatch(self, values: Tensor) -> Tensor:
         return values.reshape((*self.batch, *values.shape[1:]))
@@ -226,9 +261,11 @@ class KeyStream:
         self._prune(fresh)
 
     def _prune(self, fresh: Candidates) -> None:
-        pool = fresh if self._kept is None else self._kept.join(fresh)
-        self._kept = pool.only(self._sieve.survivors(pool.rows, self.eps)) if pool.rows.shape[1] else pool
+        # Each side is cut before they are joined, so that a block is never copied for the few rows it leaves behind.
+        fresh = fresh.only(~self._sieve.dismisses(fresh.rows, self.eps))
+        cut = [
+            pool.only(self._sieve.survivors(pool.rows, self.eps)) for pool in (self._kept, fresh) if pool is not None
+        ]
+        self._kept = cut[0] if len(cut) == 1 else cut[0].join(cut[1])
         self._seen["prunes"] += 1
-        self._seen["peak"] = max(
-            self._seen["peak"], int(self._kept.valid.sum(-1).max()) if self._kept.valid.numel() else 0
-        )
+        self._seen["peak"] = max(self._seen["peak"], self.size)

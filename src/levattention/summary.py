@@ -8,13 +8,23 @@ Gram is right again and R is let go.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from levattention._shapes import Bool, Float64
-from levattention.gram import FP64_EPS, GRAM_LIMIT, Factor, Gram, factor_of_triangle, resolve_rtol
+from levattention.gram import (
+    FP64_EPS,
+    GRAM_LIMIT,
+    Factor,
+    Gram,
+    factor_of_triangle,
+    project,
+    resolve_rtol,
+    tiles,
+)
 
 # How the two lower bounds on yᵀGy, the Gram so far and the noise floor, are mixed; see `Prune`.
 _MIXES = (0.5, 0.9, 0.99, 0.999, 0.99999)
@@ -42,13 +52,42 @@ class Prune:
 
     def bound(self, rows: Tensor) -> Float64[Tensor, "heads m"]:
         """Upper bounds on the final scores of rows (heads, m, d)."""
-        return ((rows.double() @ self.basis).square_() @ self.inverse).amin(-1)
+        bounds = torch.empty(rows.shape[:-1], dtype=torch.float64, device=rows.device)
+        for heads, span in tiles(rows):
+            squares = project(rows, heads, span, self.basis).square_()
+            bounds[heads, span] = (squares @ self.inverse[heads]).amin(-1)
+        return bounds
 
     def spares(self, rows: Tensor, eps: float) -> Bool[Tensor, "heads m"]:
         """Rows so short that ‖k‖² times the largest eigenvalue of the inverse stays under ε: no need to score them."""
-        squares = torch.linalg.vecdot(rows, rows) if rows.dtype in _WIDE else rows.float().square().sum(-1)
+        wide = rows if rows.dtype in _WIDE else rows.float()
+        # What squares of tiny entries lose to underflow must not pass for a short row.
+        lost = rows.shape[-1] * torch.finfo(wide.dtype).tiny
         # One part in a thousand covers the rounding of a norm taken in fp32.
-        return squares.double() * self.largest < 0.999 * eps
+        return (torch.linalg.vecdot(wide, wide).double() + lost) * self.largest < 0.999 * eps
+
+    def dismisses(self, rows: Tensor, eps: float) -> Bool[Tensor, "heads m"]:
+        """Rows whose score in fp32 stays under ε by more than it can be off; a quarter of the time of an fp64 score.
+
+        With P the whitener, each entry of kP is a sum of d products: fp32 moves ‖kP‖ by at most (d + 2)·u·‖k‖·‖P‖_F.
+        """
+        found = torch.zeros(rows.shape[:-1], dtype=torch.bool, device=rows.device)
+        # Elsewhere than on the CPU a product in fp32 may be one in TF32, and fp64 costs little.
+        if rows.device.type != "cpu" or rows.dtype is torch.float64 or self.inverse.shape[-1] > 1:
+            return found
+        whitener = self.basis * self.inverse.mT.sqrt()
+        size = whitener.flatten(1).norm(dim=-1)
+        if not bool(((size > 1e-30) & (size < 1e30)).all()):
+            return found
+        single, d = torch.finfo(torch.float32), rows.shape[-1]
+        narrow, off, lost = whitener.float(), (d + 2) * single.eps * size.unsqueeze(-1), math.sqrt(d * single.tiny)
+        for heads, span in tiles(rows):
+            block = rows[heads, span].float()
+            scores, lengths = (torch.linalg.vecdot(v, v).double() for v in (block @ narrow[heads], block))
+            most = (scores.sqrt() * 1.001 + off[heads] * (lengths.sqrt() * 1.001 + lost)).square()
+            # What overflowed is not under ε, nor is NaN.
+            found[heads, span] = most < 0.999 * eps * (1 - self.slack[heads])
+        return found
 
     def keeps(self, scores: Tensor, eps: float) -> Bool[Tensor, "heads m"]:
         """Rows that may still reach ε in the end."""
@@ -115,8 +154,9 @@ class Summary:
         return kept if self.upper is None else kept | {"upper": self.upper}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take up a saved state."""
-        self.gram.matrix, self.upper = state["gram"], state.get("upper")
+        """Take up a saved state; where R is in it, the Gram may be missing."""
+        self.upper = state.get("upper")
+        self.gram.matrix = state["gram"] if self.upper is None or "gram" in state else self.upper.mT @ self.upper
         count, self.gram.input_eps = state["seen"].tolist()
         self.gram.count, self._cached = int(count), None
 

@@ -1,9 +1,10 @@
-"""`levattention find`: the universal set of the keys in a file."""
+"""`levattention find`: the universal set of the keys in a file, in many files, or on standard input."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,31 +14,57 @@ import typer
 from rich.table import Table
 
 from levattention.cli.app import app, reading, require_suffix, screen
+from levattention.cli.once import Checkpoint, read_once
+from levattention.shards import expand
 from levattention.sources import open_keys, replacing
 from levattention.universal import UniversalSet, universal_set
 
 
 @app.command()
 def find(
-    file: Annotated[Path, typer.Argument(help="Keys (n, d) or (heads, n, d): .npy or .safetensors.")],
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            help="Keys (n, d) or (heads, n, d): .npy, .safetensors or .parquet files or quoted patterns, "
+            "- for .npy arrays on standard input."
+        ),
+    ],
     eps: Annotated[float | None, typer.Option(help="Keep every key that can reach this weight.")] = None,
-    top: Annotated[int | None, typer.Option(help="Keep this many keys instead.")] = None,
-    tensor: Annotated[str | None, typer.Option(help="Which tensor of a .safetensors file.")] = None,
+    top: Annotated[int | None, typer.Option(help="Keep this many keys instead (one file).")] = None,
+    tensor: Annotated[str | None, typer.Option(help="Which tensor of a .safetensors file, or .parquet column.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write index, valid, scores and eps to this .npz.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    workers: Annotated[int | None, typer.Option(help="Read the keys once, this many pieces at a time.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Read the keys once, and save the state here.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint, if there is one.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 30.0,
 ) -> None:
-    """Find the universal set of the keys in FILE, for f(x) = x²."""
+    """Find the universal set of the keys in FILES, for f(x) = x². Positions go on from file to file."""
     if (eps is None) == (top is None):
         raise ValueError("give exactly one of --eps and --top")
+    if resume and checkpoint is None:
+        raise ValueError("--resume needs --checkpoint FILE")
+    if workers is not None and workers < 1:
+        raise ValueError(f"--workers: expected at least 1, got {workers}")
     require_suffix(out, ".npz")
-    keys = open_keys(file, tensor)
+    names = files if "-" in files else expand(files)
     started = time.perf_counter()
-    with reading(str(file), keys) as advance:
-        found = universal_set(keys, eps=eps, k=top, advance=advance)
+    if len(names) == 1 and names != ["-"] and workers is None and checkpoint is None:
+        keys = open_keys(names[0], tensor)
+        with reading(names[0], keys) as advance:
+            found = universal_set(keys, eps=eps, k=top, advance=advance)
+        summary = summarise(found, *keys.shape[-2:], batch=keys.shape[:-2])
+    else:
+        if eps is None:
+            raise ValueError("--top needs a single file, read without --workers and --checkpoint; give --eps")
+        stream = read_once(names, eps, tensor, workers or 1, Checkpoint(checkpoint, every), resume)
+        found = stream.finish()
+        summary = summarise(found, stream.count, stream.d, batch=stream.batch)
+        summary |= {name: stream.stats()[name] for name in ("kept", "peak", "spared")}
     seconds = time.perf_counter() - started
     if out is not None:
         save_set(out, found)
-    summary = summarise(found, keys) | {"seconds": round(seconds, 3)}
+    summary |= {"seconds": round(seconds, 3)}
     if as_json:
         print(json.dumps(summary | {"index": as_lists(found)}))
     else:
@@ -64,15 +91,14 @@ def as_lists(found: UniversalSet) -> Any:
     return nest(found.index, found.valid)
 
 
-def summarise(found: UniversalSet, keys: torch.Tensor) -> dict[str, Any]:
+def summarise(found: UniversalSet, n: int, d: int, *, batch: Iterable[int]) -> dict[str, Any]:
     """What a person wants to know of the set before its members."""
-    n, d = keys.shape[-2:]
     eps = found.eps.tolist()
     worst = float(found.eps.max())
     return {
         "n": n,
         "d": d,
-        "batch": list(keys.shape[:-2]),
+        "batch": list(batch),
         "rank": None if found.rank is None else found.rank.tolist(),
         "condition": None if found.condition is None else found.condition.tolist(),
         "route": found.route,

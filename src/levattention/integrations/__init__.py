@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_MODULES = ("huggingface", "timm")
+_MODULES = ("dask", "huggingface", "timm")
 
 __all__ = list(_MODULES)
 
