@@ -100,7 +100,7 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:.3g} GB"
 
 
-def map_keys(key_map: KeyMap | None, keys: Tensor) -> Tensor:
+def map_keys(key_map: KeyMap | None, keys: Tensor, name: str = "key_map") -> Tensor:
     """φ(K), once it is known to have a row for every key.
 
     Raises:
@@ -111,9 +111,9 @@ def map_keys(key_map: KeyMap | None, keys: Tensor) -> Tensor:
     mapped = key_map(keys)
     expected = (*keys.shape[:-1], "D")
     if not isinstance(mapped, Tensor):
-        raise ValueError(f"key_map: expected a tensor of shape {expected}, got {type(mapped).__name__}")
+        raise ValueError(f"{name}: expected a tensor of shape {expected}, got {type(mapped).__name__}")
     if mapped.ndim != keys.ndim or mapped.shape[:-1] != keys.shape[:-1] or mapped.shape[-1] < 1:
-        raise ValueError(f"key_map: expected shape {expected}, got {tuple(mapped.shape)}")
+        raise ValueError(f"{name}: expected shape {expected}, got {tuple(mapped.shape)}")
     if mapped.dtype not in FLOATS:
-        raise ValueError(f"key_map: expected floating features, got {mapped.dtype}")
+        raise ValueError(f"{name}: expected floating features, got {mapped.dtype}")
     return mapped
