@@ -372,3 +372,34 @@ def test_a_gpu_answers_as_a_cpu(loss):
     assert far.index.is_cuda
     assert torch.equal(far.index.cpu(), near.index)
     torch.testing.assert_close(far.weight.cpu(), near.weight, rtol=1e-9, atol=0)
+
+
+KINDS = [
+    (la.Power(2), None),
+    (la.Power(4), None),
+    (la.Power(1), normaliser.Sampled(0.2, 0.01)),
+    (la.Huber(), normaliser.Sampled(0.2, 0.01)),
+    (la.Tukey(), normaliser.Sampled(0.2, 0.01)),
+    (la.Power(2), normaliser.Sketched(Gaussian(1024))),
+    (la.Power(4), normaliser.TensorSketched(64, 0.9, 0.5)),
+]
+
+
+@pytest.mark.parametrize("case", range(len(KINDS)))
+def test_sparse_keys_keys_of_zeros_and_a_single_key(case):
+    loss, factory = KINDS[case]
+    keys = heavy_tailed(600, 4).float()
+    keys[keys.abs() < 0.3] = 0
+    queries = torch.randn(9, 4, generator=seeded())
+    dense, sparse = la.HeavyIndex(keys, 0.05, loss, factory), la.HeavyIndex(keys.to_sparse_csr(), 0.05, loss, factory)
+    assert torch.equal(dense(queries).index, sparse(queries).index)
+    torch.testing.assert_close(dense(queries).weight, sparse(queries).weight, rtol=1e-9, atol=0)
+    nothing = la.HeavyIndex(torch.zeros(30, 4), 0.05, loss, factory)
+    hits = nothing(queries, quiet=True)
+    assert hits.undefined.all()
+    assert not hits.valid.any()
+    assert nothing.stats()["rank"] == nothing.stats()["size"] == 0
+    one = la.HeavyIndex(keys[3:4], 0.05, loss, factory)(queries[:1])
+    # ‖R̂q‖² is rough for a single key too, within δ = ½.
+    least = 1 / 1.5 if isinstance(factory, normaliser.Sketched) else 1 - 1e-9
+    assert least <= one.weight.item() <= 1 + 1e-12

@@ -367,6 +367,8 @@ class TensorMap:
 
     def __call__(self, rows: Tensor) -> Float64[Tensor, "*batch n m"]:
         """S(x^⊗k) of every row, (*batch, n, d) -> (*batch, n, m), in fp64."""
+        if not rows.numel():
+            return rows.new_zeros((*rows.shape[:-1], self.sketch.m), dtype=torch.float64)
         product: Tensor | None = None
         for columns, scales in zip(self.columns.to(rows.device), self.signs.to(rows.device), strict=True):
             counted = rows.new_zeros((*rows.shape[:-1], self.sketch.m), dtype=torch.float64)

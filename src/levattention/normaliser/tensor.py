@@ -95,7 +95,10 @@ class TensorSketched:
                     f"{PROBES} probe queries, failure = {self.failure:g}; raise m or delta, or use Sampled"
                 )
         batch = keys.shape[:-2]
-        guarantee = Guarantee(self.delta, self.failure, False, vague <= self.failure, how)
+        if n <= self.m:
+            guarantee = Guarantee(0.0, 0.0, True, True, "all keys are held")
+        else:
+            guarantee = Guarantee(self.delta, self.failure, False, vague <= self.failure, how)
         return SketchedLift(loss, stacked(heavy, batch), stacked(cores, batch), stacked(frames, batch), maps, guarantee)
 
     def _fold(
