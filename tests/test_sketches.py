@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+import levattention as la
 from levattention.scorers import RightSketch, SketchedLeverage
 from levattention.sketches import (
     OSNAP,
@@ -195,6 +196,16 @@ def test_heads_and_sparse_keys_score_as_dense_ones():
     for head, scores in zip(keys, together, strict=True):
         torch.testing.assert_close(scorer.decide(head, 0.1), scores, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(scorer.decide(head.to_sparse_csr(), 0.1), scores, rtol=1e-9, atol=1e-12)
+
+
+def test_attention_over_the_sketched_set_is_that_over_the_exact_one():
+    """Where ε is given, attention takes what settles ε, whose sum is bounded, not the upper bounds."""
+    keys = torch.stack([heavy_tailed(400, 6), spikes(400, 6)]).float()
+    queries, values = (torch.randn(2, 40, 6, generator=seeded(s)) for s in (1, 2))
+    values = values.repeat(1, 10, 1)
+    exact = la.attend(queries, keys, values, eps=0.2)
+    sketched = la.attend(queries, keys, values, eps=0.2, scorer=SketchedLeverage(Gaussian(24), 4.0, 1e-3))
+    torch.testing.assert_close(sketched, exact)
 
 
 def test_a_right_sketch_loses_the_heaviest_keys():

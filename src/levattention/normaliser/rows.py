@@ -142,3 +142,14 @@ def stacked(parts: list[Tensor], batch: torch.Size) -> Tensor:
     for slot, part in zip(out, parts, strict=True):
         slot[tuple(slice(size) for size in part.shape)] = part
     return out.reshape(*batch, *shape)
+
+
+def require_rates(**rates: float) -> None:
+    """Nothing, if each of these is a number in (0, 1).
+
+    Raises:
+        ValueError: names the first that is not.
+    """
+    for name, value in rates.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+            raise ValueError(f"{name}: expected a number in (0, 1), got {value!r}")

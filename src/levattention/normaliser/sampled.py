@@ -11,7 +11,7 @@ from torch import Tensor
 from levattention._shapes import Float64, Int64
 from levattention.csr import csr_pick, is_csr
 from levattention.losses import Huber, Loss, Power, Tukey
-from levattention.normaliser.rows import Guarantee, WeightedRows, elements, stacked
+from levattention.normaliser.rows import Guarantee, WeightedRows, elements, require_rates, stacked
 from levattention.scorers import Leverage, Lewis, Robust
 
 # Lewis weights bound the sensitivities wherever their iteration stops; a sample needs no sharper bound than this.
@@ -39,10 +39,7 @@ class Sampled:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("delta", "failure"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-                raise ValueError(f"{name}: expected a number in (0, 1), got {value!r}")
+        require_rates(delta=self.delta, failure=self.failure)
 
     @property
     def multiplier(self) -> float:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from levattention.losses import Loss, Power
-from levattention.normaliser.rows import Guarantee, WeightedRows
+from levattention.normaliser.rows import Guarantee, WeightedRows, require_rates
 from levattention.sketches import CountSketch, Sketch, require_sketch
 
 # The largest number of rows that a message suggests.
@@ -33,10 +33,7 @@ class Sketched:
 
     def __post_init__(self) -> None:
         require_sketch(self.sketch)
-        for name in ("delta", "failure"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-                raise ValueError(f"{name}: expected a number in (0, 1), got {value!r}")
+        require_rates(delta=self.delta, failure=self.failure)
 
     def __call__(self, keys: Tensor, loss: Loss) -> WeightedRows:
         """The fitted normaliser.

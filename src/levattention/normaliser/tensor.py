@@ -14,7 +14,7 @@ from levattention.features import MAX_COLUMNS, gigabytes
 from levattention.gram import heads_first, project
 from levattention.losses import Loss, Power
 from levattention.normaliser.exact import coordinates
-from levattention.normaliser.rows import Guarantee, elements, stacked
+from levattention.normaliser.rows import Guarantee, elements, require_rates, stacked
 from levattention.scorers.leverage import factor_keys
 from levattention.scorers.lift import spans
 from levattention.sketches import TensorMap, TensorSketch
@@ -47,10 +47,7 @@ class TensorSketched:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("delta", "failure"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-                raise ValueError(f"{name}: expected a number in (0, 1), got {value!r}")
+        require_rates(delta=self.delta, failure=self.failure)
         TensorSketch(self.m, 2)
         if self.m > MAX_COLUMNS:
             raise ValueError(f"m: {self.m:,} columns take {gigabytes(8 * self.m**2)}; at most {MAX_COLUMNS:,}")
