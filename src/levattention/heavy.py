@@ -81,7 +81,7 @@ class HeavyIndex:
         key_map: φ, applied to the keys.
         query_map: ψ, applied to the queries; without it they must be as wide as φ(K).
         scorer: how U is found; by default the certified one for the loss.
-        advance: told how many rows were read while U is found, for a progress bar.
+        advance: told how many rows were read, for a progress bar: two or three times all for x², then once for Z.
 
     Raises:
         ValueError: bad keys, eps or loss; a normaliser that does not go with the loss, or does not fit.
@@ -126,7 +126,9 @@ class HeavyIndex:
         # How many keys the theory allows, which is what the set was sized by.
         self.bound = capacity(scorer.bound(self.width, self.n), eps, self.n)  # type: ignore[attr-defined]
         chosen = default_normaliser(features, loss) if normaliser is None else normaliser
-        self.normaliser: FittedNormaliser = chosen(features, loss)
+        self.normaliser: FittedNormaliser = (
+            chosen(features, loss, advance) if isinstance(chosen, Exact) else chosen(features, loss)
+        )
         if normaliser is None and not isinstance(chosen, Exact):
             warnings.warn(
                 f"normaliser: no exact one fits {loss} over {self.n:,} × {self.width} keys; fell back to one "

@@ -37,8 +37,8 @@ def index(
     normaliser: Normaliser | None = None if delta is None else Sampled(delta, failure, seed)
     keys = open_keys(file, tensor)
     started = time.perf_counter()
-    # f = x² reads the keys for the Gram and for the scores; the other losses tell nothing, and take the longer.
-    with telling(), reading(str(file), keys) as advance:
+    # f = x² reads the keys for the Gram, for the scores and for R.
+    with telling(), reading(str(file), keys, passes=3) as advance:
         built = HeavyIndex(keys, eps, loss, normaliser, advance=advance)
     built.save(out)
     stats = built.stats() | {"seconds": round(time.perf_counter() - started, 3), "file bytes": out.stat().st_size}

@@ -10,7 +10,7 @@ from torch import Tensor
 from levattention._shapes import Float64
 from levattention.csr import is_csr
 from levattention.features import MAX_COLUMNS, TensorPower, gigabytes
-from levattention.gram import FP64_EPS, Gram, heads_first, inverse_where, triangle, triangle_of_blocks
+from levattention.gram import FP64_EPS, Advance, Gram, heads_first, inverse_where, triangle, triangle_of_blocks
 from levattention.losses import Loss, Power
 from levattention.normaliser.rows import Guarantee, WeightedRows, elements, stacked
 from levattention.scorers.leverage import factor_keys
@@ -30,8 +30,8 @@ class Exact:
     Unlifted, the condition number would enter to the power p/2. Fewer than D keys are held as they are.
     """
 
-    def __call__(self, keys: Tensor, loss: Loss) -> WeightedRows:
-        """The fitted normaliser.
+    def __call__(self, keys: Tensor, loss: Loss, advance: Advance | None = None) -> WeightedRows:
+        """The fitted normaliser; `advance` is told how many rows were read.
 
         Raises:
             ValueError: a loss other than even powers, or a lift that cannot fit.
@@ -40,7 +40,7 @@ class Exact:
             raise ValueError(f"normaliser: Exact is for even powers, got loss={loss}; use Sampled")
         batch = keys.shape[:-2]
         if loss.p == 2:
-            rows = stacked([triangle(head) for head in elements(keys)], batch)
+            rows = stacked([triangle(head, advance) for head in elements(keys)], batch)
             return WeightedRows(loss, rows, _exactly("R from QR"))
         n, d = keys.shape[-2:]
         lift = TensorPower(int(loss.p) // 2)
@@ -61,7 +61,7 @@ class Exact:
         for head, whitener in zip(flat, whiteners, strict=True):
             into, out_of = coordinates(whitener, rank, n)
             frames.append(out_of)
-            roots.append(lifted_root(head, into.unsqueeze(0), lift))
+            roots.append(lifted_root(head, into.unsqueeze(0), lift, advance))
         return WeightedRows(
             Power(2),
             torch.stack(roots).reshape(*batch, wide, wide),
@@ -95,7 +95,9 @@ def coordinates(whitener: Tensor, rank: int, n: int) -> tuple[Float64[Tensor, "d
     return columns * n**0.5, columns * inverse_where(squares > 0, squares) / n**0.5
 
 
-def lifted_root(head: Tensor, into: Tensor, lift: TensorPower) -> Float64[Tensor, "wide wide"]:
+def lifted_root(
+    head: Tensor, into: Tensor, lift: TensorPower, advance: Advance | None = None
+) -> Float64[Tensor, "wide wide"]:
     """R′ with ‖R′φ(y)‖² = Σⱼ⟨φ(kⱼA), φ(y)⟩².
 
     For unit y that sum is at least n, by the power mean, while the Gram's rounding is a few units of its largest
@@ -104,7 +106,7 @@ def lifted_root(head: Tensor, into: Tensor, lift: TensorPower) -> Float64[Tensor
     n, wide = head.shape[-2], lift.width(into.shape[-1])
     gram = Gram(wide, device=head.device)
     for _, block in lifted(head, into, lift):
-        gram.update(block)
+        gram.update(block, advance=advance)
     largest = float(torch.linalg.matrix_norm(gram.matrix, 2)) if wide < 64 else float(gram.matrix.abs().sum(-1).max())
     if 8 * FP64_EPS * largest <= LIFT_ERROR * n:
         return root(gram.matrix)
