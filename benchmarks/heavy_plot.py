@@ -34,7 +34,7 @@ def draw(record: dict, folder: Path) -> None:
     n_flat, flat = series(figures, "faiss bytes")
     held = {"HeavyIndex": (n, indexed), "FAISS flat, or K itself (fp32)": (n_flat, flat)}
     plots = {
-        "heavy-time.png": ("seconds", {label: series(figures, name) for label, name in times.items()}),
+        "heavy-time.png": ("processor seconds", {label: series(figures, name) for label, name in times.items()}),
         "heavy-memory.png": ("bytes held", held),
     }
     for name, (label, lines) in plots.items():
