@@ -77,3 +77,9 @@ def lp_sensitivity(keys: Tensor, index: int, p: float) -> float:
     problem = cp.Problem(cp.Minimize(cp.pnorm(basis @ query, p)), [basis[index] @ query == 1])
     problem.solve(solver="CLARABEL")
     return float(problem.value) ** -p
+
+
+def power_sums(keys: Tensor, queries: Tensor, p: float) -> np.ndarray:
+    """Σⱼ|⟨q, kⱼ⟩|^p for every query, in NumPy's extended precision: right where fp64 itself has lost digits."""
+    inner = queries.double().numpy().astype(np.longdouble) @ keys.double().numpy().astype(np.longdouble).T
+    return (np.abs(inner) ** p).sum(-1)

@@ -14,6 +14,13 @@ def test_every_public_name_resolves():
     assert set(la.__all__) <= set(dir(la))
 
 
+def test_heavy_queries_are_public():
+    names = {"HeavyIndex", "Hits", "heavy_keys", "normaliser", "sketches"}
+    assert names <= set(la.__all__)
+    assert {"SketchedLeverage", "RightSketch"} <= set(la.scorers.__all__)
+    assert {"Exact", "Sampled", "Sketched", "TensorSketched"} <= set(la.normaliser.__all__)
+
+
 def test_import_pulls_in_torch_and_numpy_alone():
     script = (
         "import sys\n"

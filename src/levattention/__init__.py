@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 _HOME = {
     "ConvergenceError": "errors",
     "Gram": "gram",
+    "HeavyIndex": "heavy",
+    "Hits": "heavy",
     "KeyStream": "stream",
     "Huber": "losses",
     "Grid": "local",
@@ -23,6 +25,7 @@ _HOME = {
     "Tukey": "losses",
     "UniversalSet": "universal",
     "attend": "attention",
+    "heavy_keys": "heavy",
     "leverage_scores": "scorers.leverage",
     "online_universal_set": "online",
     "two_pass": "passes",
@@ -31,7 +34,18 @@ _HOME = {
     "universal_set": "universal",
     "witness": "scorers.leverage",
 }
-_MODULES = ("adversary", "distributed", "features", "integrations", "planted", "residuals", "scorers", "vision")
+_MODULES = (
+    "adversary",
+    "distributed",
+    "features",
+    "integrations",
+    "normaliser",
+    "planted",
+    "residuals",
+    "scorers",
+    "sketches",
+    "vision",
+)
 
 __all__ = [*_HOME, *_MODULES]
 __version__ = "0.1.0"
@@ -41,13 +55,18 @@ if TYPE_CHECKING:
     from levattention import distributed as distributed
     from levattention import features as features
     from levattention import integrations as integrations
+    from levattention import normaliser as normaliser
     from levattention import planted as planted
     from levattention import residuals as residuals
     from levattention import scorers as scorers
+    from levattention import sketches as sketches
     from levattention import vision as vision
     from levattention.attention import attend as attend
     from levattention.errors import ConvergenceError as ConvergenceError
     from levattention.gram import Gram as Gram
+    from levattention.heavy import HeavyIndex as HeavyIndex
+    from levattention.heavy import Hits as Hits
+    from levattention.heavy import heavy_keys as heavy_keys
     from levattention.local import Grid as Grid
     from levattention.losses import Huber as Huber
     from levattention.losses import Power as Power

@@ -7,9 +7,11 @@ most D/ε.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -83,16 +85,27 @@ class TensorPower:
                 f"and {gigabytes(8 * wide * wide)} for a Gram; at most {MAX_COLUMNS:,} columns and "
                 f"{gigabytes(MAX_BYTES)} of features are formed"
             )
-        choice = torch.combinations(torch.arange(d, device=keys.device), r=self.k, with_replacement=True)
-        run = torch.ones(wide, dtype=torch.float64, device=keys.device)
-        repeats = run.clone()
+        choice, scale = (table.to(keys.device) for table in multi_indices(d, self.k))
         values = keys.double()
         lifted = values[..., choice[:, 0]]
         for j in range(1, self.k):
-            run = torch.where(choice[:, j] == choice[:, j - 1], run + 1, 1.0)
-            repeats *= run
             lifted *= values[..., choice[:, j]]
-        return lifted.mul_((math.factorial(self.k) / repeats).sqrt())
+        return lifted.mul_(scale)
+
+
+@lru_cache(maxsize=16)
+def multi_indices(d: int, k: int) -> tuple[Tensor, Tensor]:
+    """All multi-indices of weight k as sorted columns (D, k), and √(k!/∏αᵢ!) for each.
+
+    Not by torch.combinations, which goes through all d^k.
+    """
+    choice = torch.tensor(list(itertools.combinations_with_replacement(range(d), k)))
+    run = torch.ones(len(choice), dtype=torch.float64)
+    repeats = run.clone()
+    for j in range(1, k):
+        run = torch.where(choice[:, j] == choice[:, j - 1], run + 1, 1.0)
+        repeats *= run
+    return choice, (math.factorial(k) / repeats).sqrt()
 
 
 def gigabytes(size: float) -> str:
@@ -100,7 +113,7 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:.3g} GB"
 
 
-def map_keys(key_map: KeyMap | None, keys: Tensor) -> Tensor:
+def map_keys(key_map: KeyMap | None, keys: Tensor, name: str = "key_map") -> Tensor:
     """φ(K), once it is known to have a row for every key.
 
     Raises:
@@ -111,9 +124,9 @@ def map_keys(key_map: KeyMap | None, keys: Tensor) -> Tensor:
     mapped = key_map(keys)
     expected = (*keys.shape[:-1], "D")
     if not isinstance(mapped, Tensor):
-        raise ValueError(f"key_map: expected a tensor of shape {expected}, got {type(mapped).__name__}")
+        raise ValueError(f"{name}: expected a tensor of shape {expected}, got {type(mapped).__name__}")
     if mapped.ndim != keys.ndim or mapped.shape[:-1] != keys.shape[:-1] or mapped.shape[-1] < 1:
-        raise ValueError(f"key_map: expected shape {expected}, got {tuple(mapped.shape)}")
+        raise ValueError(f"{name}: expected shape {expected}, got {tuple(mapped.shape)}")
     if mapped.dtype not in FLOATS:
-        raise ValueError(f"key_map: expected floating features, got {mapped.dtype}")
+        raise ValueError(f"{name}: expected floating features, got {mapped.dtype}")
     return mapped

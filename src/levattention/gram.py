@@ -166,6 +166,17 @@ def quadratic_forms(rows: Tensor, whitener: Tensor, advance: Advance | None = No
     return forms.reshape(rows.shape[:-1])
 
 
+def total_square(keys: Tensor) -> Float64[Tensor, "*batch"]:
+    """‖K‖²_F of every batch element, tile by tile."""
+    if is_csr(keys):
+        return keys.values().double().square().sum()
+    flat = heads_first(keys)
+    total = torch.zeros(len(flat), dtype=torch.float64, device=keys.device)
+    for heads, span in tiles(flat):
+        total[heads] += flat[heads, span].double().square().sum((-2, -1))
+    return total.reshape(keys.shape[:-2])
+
+
 def project(flat: Tensor, heads: slice, span: slice, frame: Tensor) -> Float64[Tensor, "h m r"]:
     """One tile of KP, dense in fp64."""
     if is_csr(flat):

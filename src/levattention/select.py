@@ -10,7 +10,7 @@ from torch import Tensor
 from levattention import kernels
 from levattention.gram import Gram
 from levattention.scorers import Leverage, Scorer
-from levattention.universal import UniversalSet, capacity, fill_above, select_top
+from levattention.universal import UniversalSet, capacity, fill_above, scores_for, select_top
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Choice:
             if isinstance(self.scorer, Leverage):
                 scores = Gram.of(keys).leverage(keys, self.scorer.rtol)
             else:
-                scores = self.scorer(keys)
+                scores = scores_for(self.scorer, keys, self.eps)
             return self.keep(scores, mask, score_total(self.scorer, d, n))
 
     def _by_kernels(self, keys: Tensor) -> bool:

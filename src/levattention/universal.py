@@ -181,13 +181,20 @@ def universal_set(
     else:
         if not scorer.certified:
             require_finite(keys)
-        # A scorer that can settle "above ε or not" more cheaply than the scores themselves says so.
-        decide = getattr(scorer, "decide", None) if eps is not None else None
-        scores, found = scorer(keys) if decide is None else decide(keys, eps), {}
+        scores, found = scores_for(scorer, keys, eps), {}
     if k is not None:
         return select_top(scores, k, certified=scorer.certified, **found)
     assert eps is not None  # settled above
     return select_above(scores, eps, capacity(scorer.bound(d, n), eps, n), **found)  # type: ignore[attr-defined]
+
+
+def scores_for(scorer: Scorer, keys: Tensor, eps: float | None) -> Float64[Tensor, "*batch n"]:
+    """The scores, or where only ε is to be settled and the scorer can do that alone, what settles it.
+
+    `scorer.bound` is about the latter: only these are sure to fit the buffer it sizes.
+    """
+    decide = getattr(scorer, "decide", None) if eps is not None else None
+    return scorer(keys) if decide is None else decide(keys, eps)
 
 
 def default_scorer(loss: Loss) -> Scorer:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from levattention.cli import demo, find, planted
+from levattention.cli import demo, find, index, planted, query
 from levattention.cli.app import app, notices
 
-__all__ = ["app", "demo", "find", "main", "planted"]
+__all__ = ["app", "demo", "find", "index", "main", "planted", "query"]
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,20 +28,30 @@ notices = Console(stderr=True)
 
 
 @contextmanager
-def reading(label: str, keys: torch.Tensor) -> Iterator[Advance]:
+def reading(label: str, keys: torch.Tensor, passes: int = 2) -> Iterator[Advance]:
     """A progress bar over the rows of the keys, on stderr, gone when done."""
     rows = keys.numel() // keys.shape[-1]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=notices, transient=True) as progress:
-        task = progress.add_task(f"{label}, rows read", total=2 * rows)
+        task = progress.add_task(f"{label}, rows read", total=passes * rows)
 
         def advance(count: int) -> None:
             progress.advance(task, count)
-            # Ill-conditioned keys are read a third time.
-            if progress.tasks[task].completed > 2 * rows:
-                progress.update(task, total=3 * rows)
+            # Ill-conditioned keys are read once more.
+            if progress.tasks[task].completed > passes * rows:
+                progress.update(task, total=(passes + 1) * rows)
 
         yield advance
+
+
+@contextmanager
+def telling() -> Iterator[None]:
+    """Warnings as plain lines on stderr, once the block is done."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    for warning in caught:
+        notices.print(str(warning.message), style="yellow", highlight=False, soft_wrap=True)
 
 
 def require_suffix(path: Path | None, suffix: str) -> None:

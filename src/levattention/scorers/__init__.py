@@ -13,6 +13,7 @@ from levattention.scorers.lewis import Lewis
 from levattention.scorers.lift import Lift, PowerBound
 from levattention.scorers.robust import Robust
 from levattention.scorers.sensitivity import Sensitivities, Sensitivity
+from levattention.scorers.sketched import RightSketch, SketchedLeverage
 from levattention.scorers.softmax import SoftmaxBall
 
 __all__ = [
@@ -23,10 +24,12 @@ __all__ = [
     "Norm",
     "PowerBound",
     "Random",
+    "RightSketch",
     "Robust",
     "Scorer",
     "Sensitivities",
     "Sensitivity",
+    "SketchedLeverage",
     "SoftmaxBall",
 ]
 

@@ -10,11 +10,7 @@ from torch import Tensor
 
 from levattention._shapes import Float64
 from levattention.checks import require_keys
-
-# Constants of the splitmix64 finaliser, as signed 64-bit integers.
-_GOLDEN = -7046029254386353131
-_MIX_1 = -4658895280553007687
-_MIX_2 = -7723592293110705685
+from levattention.counters import GOLDEN, splitmix, uniform, wrap
 
 
 @dataclass(frozen=True)
@@ -57,23 +53,5 @@ class Random:
         n, heads = keys.shape[-2], keys.shape[-3] if keys.ndim > 2 else 1
         head = torch.arange(heads, device=keys.device).unsqueeze(-1)
         position = torch.arange(n, device=keys.device)
-        bits = _splitmix(_splitmix(position + _wrap(_GOLDEN * (self.seed + 1))) + _GOLDEN * (head + 1))
-        uniform = _shift(bits, 11).double() * 2.0**-53
-        return (uniform if keys.ndim > 2 else uniform[0]).expand(keys.shape[:-1])
-
-
-def _wrap(value: int) -> int:
-    """A Python integer as the signed 64-bit integer with the same low bits."""
-    return (value + 2**63) % 2**64 - 2**63
-
-
-def _shift(bits: Tensor, by: int) -> Tensor:
-    """Logical right shift of signed 64-bit integers."""
-    return (bits >> by) & ((1 << (64 - by)) - 1)
-
-
-def _splitmix(bits: Tensor) -> Tensor:
-    """The splitmix64 finaliser: a bijection of 64-bit integers that looks random."""
-    bits = (bits ^ _shift(bits, 30)) * _MIX_1
-    bits = (bits ^ _shift(bits, 27)) * _MIX_2
-    return bits ^ _shift(bits, 31)
+        scores = uniform(splitmix(splitmix(position + wrap(GOLDEN * (self.seed + 1))) + GOLDEN * (head + 1)))
+        return (scores if keys.ndim > 2 else scores[0]).expand(keys.shape[:-1])

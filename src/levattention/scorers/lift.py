@@ -85,19 +85,15 @@ class Lift:
     def element(self, flat: Tensor, white: Tensor) -> Float64[Tensor, " n"]:
         """The bound for one batch element, given what maps its rows to √n times an orthonormal basis."""
         n, wide = flat.shape[-2], self.lift.width(white.shape[-1])
-
-        def blocks() -> Iterator[tuple[slice, Tensor]]:
-            for span in spans(flat, wide):
-                yield span, self.lift(project(flat, slice(0, 1), span, white)[0])
-
         gram = Gram(wide, device=flat.device)
-        for _, block in blocks():
+        for _, block in lifted(flat, white, self.lift):
             gram.update(block)
         factor = gram.factor("exact")
         if factor.ill_conditioned:
-            factor = factor_of_triangle(triangle_of_blocks((block for _, block in blocks()), wide), 0.0, "exact")
+            upper = triangle_of_blocks((block for _, block in lifted(flat, white, self.lift)), wide)
+            factor = factor_of_triangle(upper, 0.0, "exact")
         scores = torch.empty(n, dtype=torch.float64, device=flat.device)
-        for span, block in blocks():
+        for span, block in lifted(flat, white, self.lift):
             scores[span] = factor.leverage(block)
         # Directions below the rank cut carry at most this part of √σ, since ‖Φ y^⊗k‖² = ‖z‖ₚ^p ≥ n for unit y.
         lost = wide * FP64_EPS * (gram.matrix.trace() / n).sqrt()
@@ -147,6 +143,12 @@ class PowerBound:
     def bound(self, d: int, n: int) -> float:
         """Ψ, up to the tolerance of the Lewis weights."""
         return Lewis(self.p).bound(d, n)
+
+
+def lifted(flat: Tensor, white: Tensor, lift: TensorPower) -> Iterator[tuple[slice, Float64[Tensor, "m wide"]]]:
+    """φ of one batch element in the coordinates `white`, block by block."""
+    for span in spans(flat, lift.width(white.shape[-1])):
+        yield span, lift(project(flat, slice(0, 1), span, white)[0])
 
 
 def spans(flat: Tensor, wide: int) -> Iterator[slice]:
