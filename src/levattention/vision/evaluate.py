@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from levattention.integrations.huggingface import use_full_attention, use_lev_attention
-from levattention.vision.selectors import RADIUS, TITLES, layout, options, title
+from levattention.integrations.huggingface import use_full_attention
+from levattention.vision.images import ImageSet
+from levattention.vision.layout import RADIUS
+from levattention.vision.preprocess import Preprocess
+from levattention.vision.selectors import TITLES, selection, title
 
 Row = dict[str, Any]
-Preprocess = Callable[[Tensor], Tensor]
 
 FULL = "full"
 Z95 = 1.959963984540054
@@ -22,7 +24,7 @@ Z95 = 1.959963984540054
 
 def evaluate(
     model: Any,
-    images: Any,
+    images: ImageSet,
     preprocess: Preprocess,
     *,
     selectors: Sequence[str] = tuple(TITLES),
@@ -41,8 +43,8 @@ def evaluate(
 
     Args:
         model: a transformers vision transformer.
-        images: a dataset of (image, label).
-        preprocess: a batch of images -> pixel values.
+        images: with labels.
+        preprocess: the model's own.
         selectors: names from `selectors.TITLES`, or lewis-P.
         budgets: keys a head; from the number of tokens on this is full attention.
         batch: images in a forward pass.
@@ -52,21 +54,19 @@ def evaluate(
         advance: told of images as they are seen.
 
     Raises:
-        ValueError: a selector that does not exist, a budget or batch below 1, no images, or labels that the model
-            does not have.
+        ValueError: a selector that does not exist, a budget or batch below 1, or labels that the model does not have.
     """
     for name in selectors:
         title(name)
     if not budgets or min([*budgets, batch]) < 1:
         raise ValueError(f"budgets, batch: expected integers of at least 1, got {list(budgets)} and {batch}")
-    if len(images) == 0:
-        raise ValueError("images: expected at least one")
+    images.require_classes(model.config.num_labels)
     return _rows(model, images, preprocess, selectors, budgets, batch, radius, seed, list(done), advance)
 
 
 def _rows(
     model: Any,
-    images: Any,
+    images: ImageSet,
     preprocess: Preprocess,
     selectors: Sequence[str],
     budgets: Sequence[int],
@@ -76,7 +76,7 @@ def _rows(
     done: list[Row],
     advance: Callable[[int], None],
 ) -> Iterator[Row]:
-    places, known = layout(model), {(row["method"], row["top_k"]): row for row in done}
+    known = {(row["method"], row["top_k"]): row for row in done}
     ranked, labels, seconds = rank(use_full_attention(model), images, preprocess, batch, advance)
     full = ranked[:, 0]
     yield measured(FULL, None, ranked, labels, full, seconds)
@@ -87,7 +87,7 @@ def _rows(
                     advance(len(labels))
                     yield known[name, top_k]
                     continue
-                use_lev_attention(model, top_k=top_k, **options(name, places, radius=radius, seed=seed))
+                selection(name, top_k, radius=radius, seed=seed).apply(model)
                 ranked, labels, seconds = rank(model, images, preprocess, batch, advance)
                 yield measured(name, top_k, ranked, labels, full, seconds)
     finally:
@@ -95,38 +95,26 @@ def _rows(
 
 
 def rank(
-    model: Any, images: Any, preprocess: Preprocess, batch: int, advance: Callable[[int], None] = lambda count: None
+    model: Any,
+    images: ImageSet,
+    preprocess: Preprocess,
+    batch: int,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> tuple[Tensor, Tensor, float]:
-    """The five likeliest classes of every image, (N, 5), its label, (N,), and the seconds the forward passes took.
-
-    Raises:
-        ValueError: labels that the model does not have.
-    """
-    classes = model.config.num_labels
+    """The five likeliest classes of every image, (N, 5), its label, (N,), and the seconds the forward passes took."""
     device = next(model.parameters()).device
     best, held, seconds = [], [], 0.0
     model.eval()
     with torch.inference_mode():
-        for inputs, labels in batches(images, preprocess, batch):
-            if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-                raise ValueError(
-                    f"labels: expected classes 0 to {classes - 1} of the model, got {sorted(set(labels.tolist()))[-1]}"
-                )
+        for inputs, labels in preprocess.batches(images, batch):
             inputs = inputs.to(device)
             start = time.perf_counter()
             # On a GPU the copy of the classes waits for the forward pass.
-            best.append(model(pixel_values=inputs).logits.topk(min(5, classes)).indices.cpu())
+            best.append(model(pixel_values=inputs).logits.topk(min(5, model.config.num_labels)).indices.cpu())
             seconds += time.perf_counter() - start
             held.append(labels)
             advance(len(labels))
     return torch.cat(best), torch.cat(held), seconds
-
-
-def batches(images: Any, preprocess: Preprocess, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(pixel values, labels) of the dataset, in its order."""
-    for start in range(0, len(images), batch):
-        pairs = [images[i] for i in range(start, min(start + batch, len(images)))]
-        yield preprocess(torch.stack([image for image, _ in pairs])), torch.tensor([int(label) for _, label in pairs])
 
 
 def measured(name: str, top_k: int | None, ranked: Tensor, labels: Tensor, full: Tensor, seconds: float) -> Row:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from levattention.pages import canvas
 from levattention.vision.evaluate import FULL, Row
-from levattention.vision.selectors import Layout, title
+from levattention.vision.layout import Layout
+from levattention.vision.selectors import title
 from levattention.vision.structure import COARSE, KINDS, Structure
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from levattention.integrations.huggingface import attention_modules, use_full_attention, use_lev_attention
-from levattention.local import Grid
 from levattention.residuals import Cluster, Drop, Residual, Sample
 from levattention.scorers import Leverage, Lewis, Norm, Random, Scorer
+from levattention.vision.layout import layout
 
 BY = ("leverage", "norm", "random", "lewis")
-RESIDUALS = ("drop", "sample", "cluster")
+RESIDUALS = ("drop", "sample", "cluster", "cluster-keys")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Selection:
         by: "leverage", "norm" (squared row norms), "random" (fixed positions, other ones in every head and layer) or
             "lewis" (ℓp Lewis weights).
         top_k: budget of slots a head.
-        residual: "drop", "sample" or "cluster".
+        residual: "drop", "sample", "cluster", or "cluster-keys" (clusters that do not depend on the queries).
         local: patches within this Manhattan distance are seen besides; 0 for none.
         p: for Lewis weights.
         seed: of random positions and of samples; layer i uses seed + i.
@@ -58,7 +58,7 @@ class Selection:
     def apply(self, model: nn.Module) -> nn.Module:
         """The model itself, whose attention now works this way."""
         layers = {i: self._options(i) for i in range(sum(1 for _ in attention_modules(model)))}
-        return use_lev_attention(model, window=patch_grid(model, self.local) if self.local else 0, layers=layers)
+        return use_lev_attention(model, window=layout(model).grid(self.local) if self.local else 0, layers=layers)
 
     def as_dict(self) -> dict[str, Any]:
         """What `Selection(**...)` takes."""
@@ -76,19 +76,17 @@ class Selection:
 
     def _options(self, layer: int) -> dict[str, Any]:
         # Positions that are drawn differ from layer to layer: a patch that no layer ever sees is lost for good.
-        residual: dict[str, Residual] = {"drop": Drop(), "sample": Sample(seed=self.seed + layer), "cluster": Cluster()}
+        residual: dict[str, Residual] = {
+            "drop": Drop(),
+            "sample": Sample(seed=self.seed + layer),
+            "cluster": Cluster(),
+            "cluster-keys": Cluster(use_queries=False, tangents=0),
+        }
         return {
             "top_k": self.top_k,
             "scorer": self.scorer(layer),
             "residual": residual[self.residual],
         }
-
-
-def patch_grid(model: Any, radius: int) -> Grid:
-    """The grid of a transformers ViT's patches after its class token, local within `radius`."""
-    sides = (model.config.image_size, model.config.patch_size)
-    image, patch = ([side, side] if isinstance(side, int) else list(side) for side in sides)
-    return Grid(image[0] // patch[0], image[1] // patch[1], radius, prefix=1)
 
 
 def apply_selection(model: nn.Module, selection: Selection | None) -> nn.Module:

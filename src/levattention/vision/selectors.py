@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from levattention.vision.layout import RADIUS
+from levattention.vision.selection import Selection
 
-from levattention.integrations.huggingface import attention_modules
-from levattention.local import Grid
-from levattention.residuals import Cluster, Sample
-from levattention.scorers import Lewis, Norm, Random
-
-RADIUS = 3
 LEWIS = "lewis-"
 TITLES = {
     "leverage": "leverage",
@@ -24,98 +18,36 @@ TITLES = {
 }
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where a vision transformer's tokens lie, and how many layers attend.
-
-    Attributes:
-        depth: attention layers.
-        heads: of each layer.
-        h: rows of the grid of patches.
-        w: its columns.
-        prefix: tokens before the patches: the class token.
-    """
-
-    depth: int
-    heads: int
-    h: int
-    w: int
-    prefix: int
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens a layer sees."""
-        return self.prefix + self.h * self.w
-
-    def grid(self, radius: int = RADIUS) -> Grid:
-        """The patches within a Manhattan distance of each other."""
-        return Grid(self.h, self.w, radius, prefix=self.prefix)
-
-
-def layout(model: Any) -> Layout:
-    """The layout of a transformers vision transformer.
-
-    Raises:
-        ValueError: a model that does not cut square patches out of images of one size.
-    """
-    config = model.config
-    size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-    positions = [p for name, p in model.named_parameters() if name.endswith("position_embeddings")]
-    if size is None or patch is None or len(positions) != 1:
-        raise ValueError(f"model: expected a vision transformer with position embeddings, got {type(model).__name__}")
-    (height, width), (down, across) = ((x, x) if isinstance(x, int) else tuple(x) for x in (size, patch))
-    h, w = height // down, width // across
-    return Layout(
-        depth=sum(1 for _ in attention_modules(model)),
-        heads=config.num_attention_heads,
-        h=h,
-        w=w,
-        prefix=positions[0].shape[-2] - h * w,
-    )
-
-
 def title(name: str) -> str:
     """A selector's name as people read it.
 
     Raises:
         ValueError: a selector that does not exist.
     """
-    if name in TITLES:
-        return TITLES[name]
-    if name.startswith(LEWIS):
-        return f"Lewis, p = {_power(name):g}"
-    raise ValueError(f"selector: expected one of {', '.join(TITLES)} (or {LEWIS}P), got {name!r}")
+    return TITLES[name] if name in TITLES else f"Lewis, p = {_power(name):g}"
 
 
-def options(name: str, places: Layout, *, radius: int = RADIUS, seed: int = 0) -> dict[str, Any]:
-    """What `use_lev_attention` needs for this selector, but for top_k.
-
-    Positions that are drawn differ from layer to layer: a patch that no layer ever sees is lost for good. The draws of
-    `seed` are those of no other seed.
+def selection(name: str, top_k: int, *, radius: int = RADIUS, seed: int = 0) -> Selection:
+    """The selection that a name stands for: one of TITLES, or lewis-P for another power.
 
     Raises:
         ValueError: a selector that does not exist.
     """
-    title(name)
-    seeds = {layer: seed * places.depth + layer for layer in range(places.depth)}
-    if name.startswith(LEWIS):
-        return {"scorer": Lewis(_power(name))}
-    made: dict[str, dict[str, Any]] = {
-        "leverage": {},
-        "norm": {"scorer": Norm()},
-        "random": {"layers": {layer: {"scorer": Random(own)} for layer, own in seeds.items()}},
-        "local": {"window": places.grid(radius)},
-        "sample": {"layers": {layer: {"residual": Sample(seed=own)} for layer, own in seeds.items()}},
-        "cluster": {"residual": Cluster()},
-        "cluster-keys": {"residual": Cluster(use_queries=False, tangents=0)},
-    }
-    return made[name]
+    if name in ("sample", "cluster", "cluster-keys"):
+        return Selection(top_k=top_k, residual=name, seed=seed)
+    if name == "local":
+        return Selection(top_k=top_k, local=radius)
+    if name in ("leverage", "norm", "random"):
+        return Selection(name, top_k, seed=seed)
+    return Selection("lewis", top_k, p=_power(name))
 
 
 def _power(name: str) -> float:
+    prefix, _, power = name.partition(LEWIS)
     try:
-        power = float(name.removeprefix(LEWIS))
+        found = float(power) if not prefix else 0.0
     except ValueError:
-        raise ValueError(f"selector: expected a power after {LEWIS!r}, got {name!r}") from None
-    Lewis(power)
-    return power
+        found = 0.0
+    if not 1 <= found < float("inf"):
+        raise ValueError(f"selector: expected one of {', '.join(TITLES)}, or {LEWIS}P with P >= 1, got {name!r}")
+    return found

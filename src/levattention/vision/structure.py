@@ -16,9 +16,10 @@ from torch import Tensor
 
 from levattention.local import positions
 from levattention.universal import best_first, universal_set
-from levattention.vision.evaluate import Preprocess, batches
+from levattention.vision.images import ImageSet
+from levattention.vision.layout import RADIUS, Layout, layout
 from levattention.vision.observe import observing
-from levattention.vision.selectors import RADIUS, Layout, layout
+from levattention.vision.preprocess import Preprocess
 
 KINDS = ("top", "local", "covered")
 TOP = 32
@@ -166,7 +167,7 @@ class Structure:
 
 def structure(
     model: Any,
-    images: Any,
+    images: ImageSet,
     preprocess: Preprocess,
     *,
     top: int = TOP,
@@ -181,8 +182,8 @@ def structure(
 
     Args:
         model: a transformers vision transformer, with full attention or under `use_lev_attention`.
-        images: a dataset of (image, label).
-        preprocess: a batch of images -> pixel values.
+        images: labelled or not, their labels are not looked at.
+        preprocess: the model's own.
         top: how many weights are largest, keys important, and keys in U.
         radius: Manhattan distance of the neighbourhood.
         batch: images in a forward pass.
@@ -190,10 +191,10 @@ def structure(
         advance: told of images as they are seen.
 
     Raises:
-        ValueError: no images, a `top` outside 1 … n, or a model that is no plain vision transformer.
+        ValueError: a `top` outside 1 … n, a batch below 1, or a model that is no plain vision transformer.
     """
-    if len(images) == 0 or batch < 1:
-        raise ValueError(f"images, batch: expected at least one each, got {len(images)} and {batch}")
+    if batch < 1:
+        raise ValueError(f"batch: expected at least one image, got {batch}")
     places = layout(model)
     n, shape = places.tokens, (places.depth, places.heads)
     grid, here = places.grid(radius), positions(slice(0, n), torch.device("cpu"))
@@ -226,7 +227,7 @@ def structure(
     device = next(model.parameters()).device
     model.eval()
     with observing(model, see), torch.inference_mode():
-        for inputs, _ in batches(images, preprocess, batch):
+        for inputs, _ in preprocess.batches(images, batch):
             model(pixel_values=inputs.to(device))
             first += len(inputs)
             advance(len(inputs))
