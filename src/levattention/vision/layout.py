@@ -45,7 +45,7 @@ def layout(model: Any) -> Layout:
     Raises:
         ValueError: a model that does not cut square patches out of images of one size.
     """
-    config = model.config
+    config: Any = getattr(model, "config", None)
     size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
     positions = [p for name, p in model.named_parameters() if name.endswith("position_embeddings")]
     if size is None or patch is None or len(positions) != 1:

@@ -67,7 +67,7 @@ def load_evaluation(out: Path, settings: dict[str, Any]) -> list[Row]:
     try:
         held = json.loads(path.read_text())
         rows = held.pop("rows")
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, TypeError):
         raise ValueError(f"{path}: expected the results of an earlier run; leave --resume out to replace it") from None
     differ = sorted(name for name in {*held, *settings} if held.get(name) != settings.get(name))
     if differ:
