@@ -63,10 +63,10 @@ def close_set() -> Any:
 def draw_histograms(found: Structure, kind: str) -> Figure:
     """The distribution of one mass over queries, a panel for each layer and head, as in the paper's appendix."""
     place, which = found.layout, KINDS.index(kind)
-    shares, means = found.coarse()[which], found.means[which]
+    shares, means = found.coarse()[which].numpy(), found.means[which].numpy()
     panel = (max(0.95, 6.6 / place.heads), 0.72)
     figure, axes = grid_of_heads(place.depth, place.heads, panel)
-    edges = torch.arange(COARSE) / COARSE
+    edges = [i / COARSE for i in range(COARSE)]
     for layer in range(place.depth):
         for head in range(place.heads):
             one = axes[layer, head]
@@ -96,7 +96,7 @@ def draw_maps(maps: Tensor, place: Layout, heading: str) -> Figure:
     figure, axes = grid_of_heads(place.depth, place.heads, (wide, wide * place.h / place.w + 0.2), turned)
     for layer in range(place.depth):
         for head in range(place.heads):
-            one, values = axes[layer, head], maps[layer, head].double()
+            one, values = axes[layer, head], maps[layer, head].numpy()
             one.imshow(values[place.prefix :].reshape(place.h, place.w), cmap="magma", vmin=0, interpolation="nearest")
             one.set(xticks=[], yticks=[])
             one.spines[:].set_visible(False)
@@ -163,7 +163,7 @@ def show_image(axes: Any, image: Tensor, place: Layout, dim: Tensor | None = Non
         shown = shown * dim.repeat_interleave(high, 0).repeat_interleave(wide, 1)
     single = shown.shape[0] == 1
     axes.imshow(
-        shown[0] if single else shown.movedim(0, -1),
+        (shown[0] if single else shown.movedim(0, -1)).numpy(),
         cmap="gray" if single else None,
         vmin=0,
         vmax=1,
