@@ -12,8 +12,10 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from levattention.cli.app import notices, screen
+from levattention.cli.app import notices, require_extra, screen
 from levattention.cli.vit import vit
+
+EXTRAS = ("transformers", "matplotlib", "PIL")
 
 Model = Annotated[
     str, typer.Option(help="A Hugging Face id or folder, a timm-named .safetensors file, or a checkpoint of ours.")
@@ -73,6 +75,7 @@ def structure(
     skip_bad: SkipBad = False,
 ) -> None:
     """Measure attention as the paper's appendix does: top weights, local weights, important keys, W_j, head by head."""
+    require_extra("vit", *EXTRAS)
     from levattention.vision.results import save_structure, summary
     from levattention.vision.structure import structure as measure
 
@@ -107,8 +110,9 @@ def evaluate(
     resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that --out has already.")] = False,
 ) -> None:
     """Accuracy when every query sees k keys a head, for each way of choosing them, without training."""
+    require_extra("vit", *EXTRAS)
     from levattention.vision import evaluate as evaluation
-    from levattention.vision.results import load_evaluation, save_evaluation, save_plot
+    from levattention.vision.results import accuracy_table, load_evaluation, save_evaluation, save_plot
     from levattention.vision.selectors import TITLES
 
     selectors, budgets = list(dict.fromkeys(selector or TITLES)), sorted(set(top_k or [8, 16, 32, 64, 128]))
@@ -137,16 +141,3 @@ def evaluate(
     save_plot(out, rows, f"{settings['model']}, {len(found)} images")
     screen.print(accuracy_table(rows, f"{settings['model']}, {len(found)} images, per cent"))
     screen.print(f"Table, numbers and plot: {out}", soft_wrap=True)
-
-
-def accuracy_table(rows: list[dict[str, Any]], title: str) -> Table:
-    """The inference table for a terminal."""
-    from levattention.vision.results import terse
-
-    table = Table(title=title)
-    table.add_column("keys")
-    for name in ("k", "top-1 (95 %)", "top-5", "as full", "images/s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*terse(row))
-    return table

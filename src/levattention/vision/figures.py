@@ -214,3 +214,25 @@ def draw_accuracy(rows: Sequence[Row], heading: str) -> Figure:
     axes.set_title(heading, loc="left")
     figure.legend(loc="outside right upper", fontsize=9)
     return figure
+
+
+def draw_bars(models: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
+    """Top-1 accuracy of each selector, a bar for each model, with its 95 % interval."""
+    methods = [row["method"] for row in models[0][1]]
+    figure, (axes,) = canvas(width=8.0, height=1.0 + 0.24 * len(methods) * (len(models) + 0.6))
+    thick, colours = 0.8 / len(models), (INK, RED, GREEN)
+    for i, (name, rows) in enumerate(models):
+        shares = [100 * row["top1"] for row in rows]
+        ends = [[100 * x for x in row["top1_interval"]] for row in rows]
+        errors = [[share - low for share, (low, _) in zip(shares, ends, strict=True)]]
+        errors += [[high - share for share, (_, high) in zip(shares, ends, strict=True)]]
+        at = [place + (i - (len(models) - 1) / 2) * thick for place in range(len(methods))]
+        axes.barh(at, shares, height=0.92 * thick, xerr=errors, capsize=2, color=colours[i], label=name, alpha=0.9)
+    labels = ["all keys" if method == FULL else title(method) for method in methods]
+    axes.set_yticks(range(len(methods)), labels)
+    axes.set(xlabel="top-1 accuracy, %", xlim=(0, 100))
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    figure.legend(loc="outside upper left", ncols=len(models), frameon=False)
+    return figure

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
 from torch import Tensor
 
 from levattention.pages import photo, picture, write
@@ -46,6 +47,17 @@ def terse(row: Row) -> list[str]:
     """A row as text that fits a terminal: method, k, top-1 with its interval, top-5, as full, images/s."""
     method, k, top1, between, top5, *_, agree, speed = entries(row)
     return [method, k, f"{top1} ({between})", top5, agree, speed]
+
+
+def accuracy_table(rows: Sequence[Row], heading: str) -> Table:
+    """The inference table for a terminal."""
+    table = Table(title=heading)
+    table.add_column("keys")
+    for name in ("k", "top-1 (95 %)", "top-5", "as full", "images/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*terse(row))
+    return table
 
 
 def markdown(rows: Sequence[Row]) -> str:
