@@ -6,10 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOME = {
+    "Augment": "augment",
     "ImageSet": "images",
     "Preprocess": "preprocess",
+    "Recipe": "recipe",
     "Selection": "selection",
+    "Shape": "shape",
     "labelled_images": "data",
+    "load_recipe": "recipe",
     "load_vit": "models",
     "open_images": "data",
     "pack_images": "packed",
@@ -21,6 +25,7 @@ _HOME = {
 __all__ = list(_HOME)
 
 if TYPE_CHECKING:
+    from levattention.vision.augment import Augment as Augment
     from levattention.vision.data import labelled_images as labelled_images
     from levattention.vision.data import open_images as open_images
     from levattention.vision.images import ImageSet as ImageSet
@@ -30,7 +35,10 @@ if TYPE_CHECKING:
     from levattention.vision.models import vit_from_timm as vit_from_timm
     from levattention.vision.packed import pack_images as pack_images
     from levattention.vision.preprocess import Preprocess as Preprocess
+    from levattention.vision.recipe import Recipe as Recipe
+    from levattention.vision.recipe import load_recipe as load_recipe
     from levattention.vision.selection import Selection as Selection
+    from levattention.vision.shape import Shape as Shape
 
 
 def __getattr__(name: str) -> Any:

@@ -56,8 +56,7 @@ class Preprocess:
             raise ValueError(
                 f"images: expected uint8 (B, 1 or 3, h, w), got {str(images.dtype)[6:]} {tuple(images.shape)}"
             )
-        if images.shape[1] != self.channels:
-            images = images.expand(-1, 3, -1, -1) if self.channels == 3 else _grey(images)
+        images = self.coloured(images)
         h, w = images.shape[-2:]
         if (h, w) == (self.size, self.size):
             return images
@@ -68,6 +67,12 @@ class Preprocess:
             images = small.round().clamp(0, 255).to(torch.uint8)
         top, left = ((side - self.size) // 2 for side in sides)
         return images[..., top : top + self.size, left : left + self.size]
+
+    def coloured(self, images: Tensor) -> Tensor:
+        """The same images, uint8 (B, c, h, w), with the model's channels."""
+        if images.shape[1] == self.channels:
+            return images
+        return images.expand(-1, 3, -1, -1) if self.channels == 3 else _grey(images)
 
     def collate(self, items: Sequence[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
         """(uint8 (B, channels, size, size), labels (B,)) of items of an `ImageSet`, whatever their sizes."""

@@ -1,0 +1,111 @@
+"""The folder of a training run: recipe, metrics as JSON lines, and the checkpoint from which it goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from levattention.sources import replacing
+
+RECIPE, METRICS, STATE, WEIGHTS = "recipe.json", "metrics.jsonl", "state.safetensors", "model.safetensors"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class RunFolder:
+    """What a run keeps on disk.
+
+    Args:
+        path: the folder; made where it is missing, emptied of an earlier run unless that is to go on.
+        about: what defines the run, as JSON has it. A checkpoint of another one is refused.
+        resume: go on with what is there.
+
+    Raises:
+        ValueError: a folder that holds something else, or a run that was defined otherwise.
+    """
+
+    def __init__(self, path: str | Path, about: dict[str, Any], *, resume: bool) -> None:
+        self.path = Path(path)
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path}: expected a folder for the run, got a file")
+        if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / RECIPE).is_file():
+            raise ValueError(f"{self.path}: expected an empty folder or one of an earlier run, got other files")
+        # Without a checkpoint there is nothing to go on from.
+        self.resumes = resume and (self.path / STATE).is_file()
+        if self.resumes:
+            _require_same(self.path / RECIPE, json.loads((self.path / RECIPE).read_text()), about)
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        for name in (STATE, METRICS, WEIGHTS, RECIPE):
+            (self.path / name).unlink(missing_ok=True)
+        with replacing(self.path / RECIPE) as temporary:
+            temporary.write_text(json.dumps(about, indent=1))
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Add a line to the metrics."""
+        with (self.path / METRICS).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, seconds: float) -> None:
+        """Replace the checkpoint: weights, AdamW's moments, how many steps are done, and the time they took."""
+        from safetensors.torch import save_file
+
+        held = {f"model.{name}": value for name, value in model.state_dict().items()}
+        for name, parameter in model.named_parameters():
+            for moment in MOMENTS if parameter in optimizer.state else ():
+                held[f"{moment}.{name}"] = optimizer.state[parameter][moment]
+        held = {name: value.detach().cpu().contiguous() for name, value in held.items()}
+        with replacing(self.path / STATE) as temporary:
+            save_file(held, temporary, metadata={"step": str(step), "seconds": str(seconds)})
+
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
+        """(steps done, seconds) of the checkpoint, whose weights and moments go into model and optimizer.
+
+        Metrics written after the checkpoint are cut off: those steps are taken again.
+        """
+        if not self.resumes:
+            return 0, 0.0
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.path / STATE, framework="pt") as file:
+                step, seconds = int(file.metadata()["step"]), float(file.metadata()["seconds"])
+                held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{self.path / STATE}: not a readable checkpoint ({error})") from None
+        model.load_state_dict({name[6:]: value for name, value in held.items() if name.startswith("model.")})
+        for name, parameter in model.named_parameters():
+            if f"{MOMENTS[0]}.{name}" in held:
+                moments = {moment: held[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS}
+                optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
+        self._cut(step)
+        return step, seconds
+
+    def _cut(self, step: int) -> None:
+        path = self.path / METRICS
+        lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+        # A line that was being written when the run was killed has no end.
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        with replacing(path) as temporary:
+            temporary.write_text("".join(kept))
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of metrics of a run's folder."""
+    return [json.loads(line) for line in (Path(path) / METRICS).read_text().splitlines()]
+
+
+def _require_same(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    was, is_ = _flat(before), _flat(now)
+    if other := sorted(name for name in was.keys() | is_.keys() if was.get(name) != is_.get(name)):
+        shown = ", ".join(f"{name} {was.get(name)!r} then and {is_.get(name)!r} now" for name in other[:3])
+        raise ValueError(f"{path}: expected the run that is to be resumed to be this one, got {shown}")
+
+
+def _flat(nested: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(nested, dict):
+        return {prefix.rstrip("."): nested}
+    return {name: value for key, part in nested.items() for name, value in _flat(part, f"{prefix}{key}.").items()}
