@@ -104,8 +104,8 @@ def report_page(planted: Planted, curve: bytes, models: Sequence[Looked], images
         cards(models)
         + "<h2>A small set holds every key that can be heavy</h2>\n"
         + f"<p>{n:,} keys in {d} dimensions, a few of them planted to stand out. For f(x) = x² the universal set U "
-        f"holds every key that some query can give a weight of at least ε = {planted.eps}, and no query can do so to a key "
-        "outside. A gradient search over queries tried to break it.</p>\n"
+        f"holds every key that some query can give a weight of at least ε = {planted.eps}, and no query can do so to a "
+        "key outside. A gradient search over queries tried to break it.</p>\n"
         + summary_table(planted.lines())
         + f"<p>{planted.verdict()}</p>\n"
         + shown(

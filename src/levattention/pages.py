@@ -33,7 +33,9 @@ figure { margin: 1.5rem 0; }
 figcaption { color: var(--faint); font-size: 0.9rem; max-width: 46rem; margin-top: 0.6rem; }
 img { display: block; max-width: 100%; height: auto; background: #fff; border: 1px solid var(--line);
   border-radius: 10px; padding: 0.5rem; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 0 1.5rem; }
+.scroll { overflow-x: auto; }
+.scroll img { min-width: 42rem; max-width: none; width: 100%; }
+.small img { max-width: min(100%, 24rem); }
 .wide { overflow-x: auto; border: 1px solid var(--line); border-radius: 10px; margin: 1.2rem 0; }
 .wide table { margin: 0; }
 table { border-collapse: collapse; font-size: 0.88rem; font-variant-numeric: tabular-nums; width: 100%; }
@@ -95,12 +97,19 @@ def page(title: str, body: str, lead: str = "") -> str:
     )
 
 
-def shown(picture: bytes, alt: str, caption: str) -> str:
-    """A picture inside the page, with what it shows for those who do not see it and for those who do."""
+def shown(picture: bytes, alt: str, caption: str, size: str = "") -> str:
+    """A picture inside the page, with what it shows for those who do not see it and for those who do.
+
+    Args:
+        picture: PNG or JPEG.
+        alt: text.
+        caption: text.
+        size: "scroll" for a wide picture that scrolls sideways rather than shrink to nothing, "small" for a small one.
+    """
     kind = "png" if picture.startswith(b"\x89PNG") else "jpeg"
     source = base64.b64encode(picture).decode()
     return (
-        f'<figure><img alt="{html.escape(alt)}" src="data:image/{kind};base64,{source}">'
+        f'<figure><div class="{size}"><img alt="{html.escape(alt)}" src="data:image/{kind};base64,{source}"></div>'
         f"<figcaption>{html.escape(caption)}</figcaption></figure>\n"
     )
 

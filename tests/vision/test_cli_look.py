@@ -13,10 +13,10 @@ pytest.importorskip("PIL", reason="pillow is not installed")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
 from PIL import Image
-from tiny_models import PREPARE, some_images, tiny_vit
 
 from levattention.cli import main
 from levattention.vision.models import save_vit
+from tiny_models import PREPARE, some_images, tiny_vit
 
 
 @pytest.fixture

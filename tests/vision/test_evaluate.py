@@ -9,13 +9,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from tiny_models import PREPARE, some_images, tiny_vit
-
 import dense
 from levattention.vision.evaluate import evaluate, wilson
 from levattention.vision.images import ArrayImages
 from levattention.vision.results import load_evaluation, markdown, save_evaluation
 from levattention.vision.selectors import TITLES, selection, title
+from tiny_models import PREPARE, some_images, tiny_vit
 
 
 def constant_vit(order):

@@ -10,8 +10,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from tiny_models import PREPARE, some_images, tiny_vit
-
 import dense
 import levattention as la
 from levattention.integrations.huggingface import use_lev_attention
@@ -19,6 +17,7 @@ from levattention.residuals import Cluster
 from levattention.vision.layout import Layout, layout
 from levattention.vision.observe import observing
 from levattention.vision.structure import BINS, COARSE, KINDS, Structure, histogram, masses, spread, structure
+from tiny_models import PREPARE, some_images, tiny_vit
 
 
 def line_of_three():

@@ -33,9 +33,9 @@ LEWIS_COLOURS = ("#7b2cbf", "#c77dff", "#480ca8", "#4cc9f0")
 def titles(found: Structure) -> dict[str, str]:
     """What each histogram shows, as people read it."""
     return {
-        "top": f"mass of each query's {found.top} largest weights",
-        "local": f"mass within Manhattan distance {found.radius}",
-        "covered": f"mass of the {found.top} important keys and the local ones",
+        "top": f"Mass of each query's {found.top} largest weights",
+        "local": f"Mass within Manhattan distance {found.radius}",
+        "covered": f"Mass of the {found.top} important keys and the local ones",
     }
 
 
@@ -75,17 +75,12 @@ def draw_histograms(found: Structure, kind: str) -> Figure:
             one.set(xlim=(0, 1), yticks=[], xticks=[0, 0.5, 1])
             one.tick_params(labelsize=7, length=2, labelbottom=layer == place.depth - 1)
             one.spines[["top", "right", "left"]].set_visible(False)
-            left = float(means[layer, head]) > 0.5
+            # Room above the bars for the number.
+            one.set_ylim(0, 1.35 * shares[layer, head].max())
             one.text(
-                0.03 if left else 0.97,
-                0.9,
-                f"{float(means[layer, head]):.2f}",
-                transform=one.transAxes,
-                ha="left" if left else "right",
-                va="top",
-                fontsize=7.5,
+                0.98, 0.98, f"{means[layer, head]:.2f}", transform=one.transAxes, ha="right", va="top", fontsize=7.5
             )
-    figure.suptitle(f"{titles(found)[kind].capitalize()}; printed: its mean", fontsize=9.5, x=0.02, ha="left")
+    figure.suptitle(f"{titles(found)[kind]}; printed: its mean", fontsize=9.5, x=0.02, ha="left")
     return figure
 
 

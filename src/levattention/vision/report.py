@@ -99,7 +99,7 @@ def accuracy_section(models: Sequence[Looked]) -> str:
             row = model.row(method)
             values += [percent(row["top1"]), "–".join(percent(x) for x in row["top1_interval"]), percent(row["agree"])]
         lines.append(("full" if method == FULL else "", values))
-    ranked = [f"<li>{escape(model.name)}: {escape(ranking(model))}.</li>" for model in models]
+    ranked = [f"<li>{escape(model.name)} – {escape(ranking(model))}</li>" for model in models]
     bars = figures.draw_bars([(model.name, model.rows) for model in models])
     alt = "; ".join(f"{model.name}: {ranking(model)}" for model in models)
     return (
@@ -121,8 +121,8 @@ def accuracy_section(models: Sequence[Looked]) -> str:
 def ranking(model: Looked) -> str:
     """The selectors by accuracy, best first, in words."""
     best = sorted((row for row in model.rows if row["method"] != FULL), key=lambda row: -row["top1"])
-    listed = ", ".join(f"{named(row)} {percent(row['top1'])}" for row in best)
-    return f"all keys {percent(model.row(FULL)['top1'])}; {listed}"
+    listed = " · ".join(f"{named(row)}: {percent(row['top1'])}" for row in best)
+    return f"all keys: {percent(model.row(FULL)['top1'])} · {listed}"
 
 
 def structure_section(models: Sequence[Looked]) -> str:
@@ -142,6 +142,7 @@ def structure_section(models: Sequence[Looked]) -> str:
         "A test image cut into patches; one patch is red, the diamond of patches around it green",
         f"An image cut into {place.h} × {place.w} patches. Local to the red patch are the green ones, within Manhattan "
         f"distance {found.radius}.",
+        size="small",
     )
     captions = {
         "top": f"Top-heaviness: how much of a query’s attention its {found.top} largest weights hold.",
@@ -150,21 +151,22 @@ def structure_section(models: Sequence[Looked]) -> str:
     }
     drawn = {
         kind: shown(
-            picture(figures.draw_histograms(found, kind), dpi=110),
+            picture(figures.draw_histograms(found, kind), dpi=140),
             f"Grid of histograms, a row for each layer and a column for each head: {captions[kind]}",
             f"{captions[kind]} A histogram for each layer and head, over all queries of {count} images; the number is "
             f"its mean. Dotted: equal weights would give {float(found.uniform[i]):.2f}.",
+            size="scroll",
         )
         for i, kind in enumerate(KINDS)
     }
-    parts += [f'<div class="pair">{near}{drawn["top"]}</div>\n']
-    parts += [f'<div class="pair">{drawn["local"]}{drawn["covered"]}</div>\n']
+    parts += [near, *drawn.values()]
     parts += [
         shown(
-            picture(figures.draw_maps(found.nonlocal_mass, place, "W_j, mean"), dpi=110),
+            picture(figures.draw_maps(found.nonlocal_mass, place, "W_j, mean"), dpi=140),
             "Grid of heat maps of W_j over the patches, a row for each layer and a column for each head",
             "W_j, the attention that a key receives from queries that are not local to it: lighter is more, each map "
             f"on its own scale. Mean of {count} images; printed above, the class token’s.",
+            size="scroll",
         )
     ]
     parts += ["<h2>The universal keys, on the images</h2>\n"]
@@ -176,6 +178,7 @@ def structure_section(models: Sequence[Looked]) -> str:
             "some head of the layer; the lighter, the more heads. "
             f"Of {model.structure.top} important keys, {float(model.structure.overlap.mean()):.1f} are among them on "
             f"average (by chance {model.structure.top**2 / place.tokens:.1f}).",
+            size="scroll",
         )
         for model in models
     ]
