@@ -226,6 +226,19 @@ def test_structure_of_a_model_is_that_of_its_matrices():
     assert numbers["important_in_universal_by_chance"] == pytest.approx(16 / 37)
 
 
+def test_important_keys_under_levattention_are_those_of_full_attention():
+    """The first layer's queries and keys do not depend on what is seen, so neither does the overlap."""
+    model, images = tiny_vit(), some_images(4)
+    full = structure(model, images, PREPARE, top=4)
+    seen = structure(use_lev_attention(model, top_k=4), images, PREPARE, top=4)
+    torch.testing.assert_close(seen.overlap[0], full.overlap[0])
+    assert torch.equal(seen.chosen[0], full.chosen[0])
+    assert seen.means[0, 0].mean() > full.means[0, 0].mean()
+    # Four keys hold all there is.
+    torch.testing.assert_close(seen.means[0], torch.ones(2, 2, dtype=torch.float64), rtol=1e-5, atol=0)
+    assert seen.overlap[0].max() < 4
+
+
 def test_one_image_has_no_distances():
     numbers = structure(tiny_vit(), some_images(1), PREPARE, top=4).numbers()
     assert numbers["masses"]["local"]["wasserstein_between_images"] is None

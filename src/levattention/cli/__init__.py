@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from levattention.cli import demo, find, planted, vit, vit_train
+from levattention.cli import demo, find, planted, vit, vit_look, vit_train
 from levattention.cli.app import app, notices
 
-__all__ = ["app", "demo", "find", "main", "planted", "vit", "vit_train"]
+__all__ = ["app", "demo", "find", "main", "planted", "vit", "vit_look", "vit_train"]
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,13 @@ def reading(label: str, keys: torch.Tensor) -> Iterator[Advance]:
                 progress.update(task, total=3 * rows)
 
         yield advance
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Nothing, if the modules of an optional part are installed; asked before any work is done."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} not installed: pip install 'levattention[{extra}]'")
 
 
 def require_suffix(path: Path | None, suffix: str) -> None:

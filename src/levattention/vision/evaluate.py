@@ -56,12 +56,21 @@ def evaluate(
     Raises:
         ValueError: a selector that does not exist, a budget or batch below 1, or labels that the model does not have.
     """
+    require(selectors, budgets, batch)
+    images.require_classes(model.config.num_labels)
+    return _rows(model, images, preprocess, selectors, budgets, batch, radius, seed, list(done), advance)
+
+
+def require(selectors: Sequence[str], budgets: Sequence[int], batch: int) -> None:
+    """Nothing, if such a table can be made.
+
+    Raises:
+        ValueError: a selector that does not exist, a budget or batch below 1.
+    """
     for name in selectors:
         title(name)
     if not budgets or min([*budgets, batch]) < 1:
         raise ValueError(f"budgets, batch: expected integers of at least 1, got {list(budgets)} and {batch}")
-    images.require_classes(model.config.num_labels)
-    return _rows(model, images, preprocess, selectors, budgets, batch, radius, seed, list(done), advance)
 
 
 def _rows(

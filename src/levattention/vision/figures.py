@@ -63,10 +63,10 @@ def close_set() -> Any:
 def draw_histograms(found: Structure, kind: str) -> Figure:
     """The distribution of one mass over queries, a panel for each layer and head, as in the paper's appendix."""
     place, which = found.layout, KINDS.index(kind)
-    shares, means = found.coarse()[which], found.means[which]
+    shares, means = found.coarse()[which].numpy(), found.means[which].numpy()
     panel = (max(0.95, 6.6 / place.heads), 0.72)
     figure, axes = grid_of_heads(place.depth, place.heads, panel)
-    edges = torch.arange(COARSE) / COARSE
+    edges = [i / COARSE for i in range(COARSE)]
     for layer in range(place.depth):
         for head in range(place.heads):
             one = axes[layer, head]
@@ -96,7 +96,7 @@ def draw_maps(maps: Tensor, place: Layout, heading: str) -> Figure:
     figure, axes = grid_of_heads(place.depth, place.heads, (wide, wide * place.h / place.w + 0.2), turned)
     for layer in range(place.depth):
         for head in range(place.heads):
-            one, values = axes[layer, head], maps[layer, head].double()
+            one, values = axes[layer, head], maps[layer, head].numpy()
             one.imshow(values[place.prefix :].reshape(place.h, place.w), cmap="magma", vmin=0, interpolation="nearest")
             one.set(xticks=[], yticks=[])
             one.spines[:].set_visible(False)
@@ -163,7 +163,7 @@ def show_image(axes: Any, image: Tensor, place: Layout, dim: Tensor | None = Non
         shown = shown * dim.repeat_interleave(high, 0).repeat_interleave(wide, 1)
     single = shown.shape[0] == 1
     axes.imshow(
-        shown[0] if single else shown.movedim(0, -1),
+        (shown[0] if single else shown.movedim(0, -1)).numpy(),
         cmap="gray" if single else None,
         vmin=0,
         vmax=1,
@@ -213,4 +213,26 @@ def draw_accuracy(rows: Sequence[Row], heading: str) -> Figure:
     axes.minorticks_off()
     axes.set_title(heading, loc="left")
     figure.legend(loc="outside right upper", fontsize=9)
+    return figure
+
+
+def draw_bars(models: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
+    """Top-1 accuracy of each selector, a bar for each model, with its 95 % interval."""
+    methods = [row["method"] for row in models[0][1]]
+    figure, (axes,) = canvas(width=8.0, height=1.0 + 0.24 * len(methods) * (len(models) + 0.6))
+    thick, colours = 0.8 / len(models), (INK, RED, GREEN)
+    for i, (name, rows) in enumerate(models):
+        shares = [100 * row["top1"] for row in rows]
+        ends = [[100 * x for x in row["top1_interval"]] for row in rows]
+        errors = [[share - low for share, (low, _) in zip(shares, ends, strict=True)]]
+        errors += [[high - share for share, (_, high) in zip(shares, ends, strict=True)]]
+        at = [place + (i - (len(models) - 1) / 2) * thick for place in range(len(methods))]
+        axes.barh(at, shares, height=0.92 * thick, xerr=errors, capsize=2, color=colours[i], label=name, alpha=0.9)
+    labels = ["all keys" if method == FULL else title(method) for method in methods]
+    axes.set_yticks(range(len(methods)), labels)
+    axes.set(xlabel="top-1 accuracy, %", xlim=(0, 100))
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    figure.legend(loc="outside upper left", ncols=len(models), frameon=False)
     return figure

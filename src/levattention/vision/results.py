@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
 from torch import Tensor
 
 from levattention.pages import photo, picture, write
@@ -42,16 +43,36 @@ def entries(row: Row) -> list[str]:
     ]
 
 
+def terse(row: Row) -> list[str]:
+    """A row as text that fits a terminal: method, k, top-1 with its interval, top-5, as full, images/s."""
+    method, k, top1, between, top5, *_, agree, speed = entries(row)
+    return [method, k, f"{top1} ({between})", top5, agree, speed]
+
+
+def accuracy_table(rows: Sequence[Row], heading: str) -> Table:
+    """The inference table for a terminal."""
+    table = Table(title=heading)
+    table.add_column("keys")
+    for name in ("k", "top-1 (95 %)", "top-5", "as full", "images/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*terse(row))
+    return table
+
+
 def markdown(rows: Sequence[Row]) -> str:
     """The table in Markdown; shares in per cent."""
     lines = [HEAD, ["---", *["---:"] * (len(HEAD) - 1)], *map(entries, rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def save_evaluation(out: Path, settings: dict[str, Any], rows: Sequence[Row]) -> None:
+def save_evaluation(
+    out: Path, settings: dict[str, Any], rows: Sequence[Row], machine: dict[str, Any] | None = None
+) -> None:
     """eval.json and eval.md, each whole, so that an interrupted run leaves what it found."""
     out.mkdir(parents=True, exist_ok=True)
-    write(out / "eval.json", json.dumps({**settings, "rows": list(rows)}, indent=1, allow_nan=False).encode())
+    held = {**settings, "machine": machine, "rows": list(rows)}
+    write(out / "eval.json", json.dumps(held, indent=1, allow_nan=False).encode())
     write(out / "eval.md", markdown(rows).encode())
 
 
@@ -67,6 +88,8 @@ def load_evaluation(out: Path, settings: dict[str, Any]) -> list[Row]:
     try:
         held = json.loads(path.read_text())
         rows = held.pop("rows")
+        # The same rows come out of another machine, only faster or slower.
+        held.pop("machine")
     except (ValueError, KeyError, AttributeError, TypeError):
         raise ValueError(f"{path}: expected the results of an earlier run; leave --resume out to replace it") from None
     differ = sorted(name for name in {*held, *settings} if held.get(name) != settings.get(name))

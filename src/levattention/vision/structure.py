@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from levattention.integrations.huggingface import attention_modules
 from levattention.local import positions
 from levattention.universal import best_first, universal_set
 from levattention.vision.images import ImageSet
@@ -90,7 +91,8 @@ class Structure:
             (kinds, L, H, N, BINS).
         means: of each kind, the mean mass, (kinds, L, H).
         nonlocal_mass: mean W_j, (L, H, n).
-        overlap: mean number of important keys in U, the `top` keys of the largest leverage, (L, H).
+        overlap: mean number of important keys in U, the `top` keys of the largest leverage, (L, H). Important are here
+            those that would receive most if all keys were seen: under LevAttention the others receive nothing.
         chosen: in how many images a token is in U, (L, H, n).
         examples: of the first images: W_j and U, (E, L, H, n) each.
         uniform: of each kind, the mean mass if all weights were equal.
@@ -206,6 +208,7 @@ def structure(
     overlap = torch.zeros(shape, dtype=torch.float64)
     kept = torch.zeros(min(examples, len(images)), *shape, n, dtype=torch.float64)
     universal = torch.zeros_like(kept, dtype=torch.bool)
+    restricted = any(hasattr(module, "_lev_attention") for module in attention_modules(model))
     first = 0
 
     def see(layer: int, weights: Tensor, queries: Tensor, keys: Tensor) -> None:
@@ -218,7 +221,11 @@ def structure(
             counts[i, layer, :, span] = histogram(values).transpose(0, 1)
         received[layer] += found.nonlocal_mass.sum(0).cpu()
         chosen[layer] += held.sum(0)
-        overlap[layer] += (held & found.important.cpu()).sum(-1, dtype=torch.float64).sum(0)
+        important = found.important
+        if restricted:
+            logits = queries @ keys.mT * queries.shape[-1] ** -0.5
+            important = masses(logits.softmax(-1), near.to(weights.device), top).important
+        overlap[layer] += (held & important.cpu()).sum(-1, dtype=torch.float64).sum(0)
         share = slice(first, min(first + len(weights), len(kept)))
         if share.start < share.stop:
             kept[share, layer] = found.nonlocal_mass[: share.stop - share.start].cpu()
