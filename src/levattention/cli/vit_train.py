@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from levattention.cli.app import notices, screen
+from levattention.cli.app import notices, require_extra, screen
 from levattention.cli.vit import vit
 
 
@@ -27,6 +27,7 @@ def train(
     cpu: Annotated[bool, typer.Option("--cpu", help="Stay off the GPU.")] = False,
 ) -> None:
     """Train a vision transformer by RECIPE: full attention first, then the keys it selects."""
+    require_extra("vit", "transformers", "accelerate", "PIL")
     from levattention.vision.data import open_images
     from levattention.vision.recipe import load_recipe
     from levattention.vision.train import train as run

@@ -91,15 +91,15 @@ class Feed:
         loader = None
         if self.pixels is None:
             mine = _Parts(self, range(first, steps))
-            loader = iter(DataLoader(_Views(self), batch_sampler=mine, num_workers=self.workers))  # type: ignore[arg-type]
+            loader = iter(DataLoader(_Views(self), batch_sampler=mine, num_workers=self.workers))
         for step in range(first, steps):
             generator = seeded(self.seed, BATCH, step, self.share[0])
             if loader is None:
                 assert self.pixels is not None
                 index = torch.tensor([i for _, i in self.part(step)])
                 images, labels = self.pixels[index.to(self.device)], self.images.labels[index]
-                if self.augment.crop != "random":
-                    images = self.preprocess.fit(images)
+                ready = self.preprocess.coloured if self.augment.crop == "random" else self.preprocess.fit
+                images = ready(images)
             else:
                 images, labels = next(loader)
             images = self.augment.on_batch(images.to(self.device), self.preprocess.size, generator)

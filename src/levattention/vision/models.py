@@ -17,6 +17,7 @@ from levattention.sources import replacing
 from levattention.vision.data import IMAGENET_MEAN, IMAGENET_STD
 from levattention.vision.preprocess import Preprocess
 from levattention.vision.selection import Selection, apply_selection
+from levattention.vision.shape import empty_vit
 
 # The entry of a safetensors file's metadata that holds everything beside the weights.
 METADATA = "levattention"
@@ -163,13 +164,14 @@ def _load_file(path: Path) -> tuple[Any, Preprocess]:
             return _load_huggingface(str(path.parent))
         model = vit_from_timm(path)
         model.selection = None
-        return model, Preprocess(IMAGENET_MEAN, IMAGENET_STD, *_input_size(model))
-    from transformers import ViTConfig, ViTForImageClassification
+        size, channels = _input_size(model)
+        return model, Preprocess(IMAGENET_MEAN[:channels], IMAGENET_STD[:channels], size, channels)
+    from transformers import ViTConfig
 
-    about = read_checkpoint(path)
-    model = ViTForImageClassification(ViTConfig(**about["config"]))
+    about, weights = read_checkpoint(path), _weights(path)
+    model = empty_vit(ViTConfig(**about["config"]), pre_logits="classifier.2.weight" in weights)
     try:
-        model.load_state_dict({name: value.float() for name, value in _weights(path).items()})
+        model.load_state_dict({name: value.float() for name, value in weights.items()})
     except RuntimeError as error:
         raise ValueError(f"{path}: the weights do not fit its config ({error})") from None
     model.selection = None if about["selection"] is None else Selection(**about["selection"])

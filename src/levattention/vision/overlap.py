@@ -56,7 +56,8 @@ def _queries_and_keys(model: nn.Module) -> Iterator[dict[nn.Module, list[Tensor]
     try:
         for module in attention_modules(model):
             held[module] = []
-            for part in (module.q_proj, module.k_proj):
+            parts: tuple[Any, Any] = (module.q_proj, module.k_proj)
+            for part in parts:
 
                 def keep(_: Any, __: Any, out: Tensor, module: Any = module) -> None:
                     held[module].append(out.unflatten(-1, (-1, module.head_dim)).transpose(1, 2))

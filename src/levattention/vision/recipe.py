@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import json
 import math
 import typing
@@ -124,7 +125,7 @@ def load_recipe(reference: str, changes: Mapping[str, str] | None = None) -> Rec
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    known = {key: made for key, made in vars(module).items() if _makes_recipe(made) and made.__module__ == path.stem}
+    known = {key: made for key, made in vars(module).items() if _makes_recipe(key, made)}
     if name not in known:
         raise ValueError(f"{reference}: expected one of {', '.join(f'{file}:{key}' for key in sorted(known))}")
     recipe = known[name]()
@@ -133,8 +134,12 @@ def load_recipe(reference: str, changes: Mapping[str, str] | None = None) -> Rec
     return recipe
 
 
-def _makes_recipe(made: Any) -> bool:
-    return callable(made) and str(getattr(made, "__annotations__", {}).get("return")).endswith("Recipe")
+def _makes_recipe(name: str, made: Any) -> bool:
+    """Whether it is a public function that takes nothing and says that it gives a recipe."""
+    if name.startswith("_") or not inspect.isfunction(made) or inspect.signature(made).parameters:
+        return False
+    given = made.__annotations__.get("return")
+    return given is Recipe or given == "Recipe"
 
 
 def _changed(value: Any, path: list[str], key: str, text: str) -> Any:

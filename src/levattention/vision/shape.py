@@ -114,8 +114,9 @@ def _initialise(model: Any, generator: torch.Generator) -> None:
         elif isinstance(module, nn.Conv2d):
             # The fan of the convolution as a linear map of a patch.
             nn.init.xavier_uniform_(module.weight.view(len(module.weight), -1), generator=generator)
-            nn.init.zeros_(module.bias)
-    last = model.classifier[-1] if isinstance(model.classifier, nn.Sequential) else model.classifier
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    last: Any = model.classifier[-1] if isinstance(model.classifier, nn.Sequential) else model.classifier
     nn.init.zeros_(last.weight)
     embeddings = model.vit.embeddings
     nn.init.zeros_(embeddings.cls_token)

@@ -60,8 +60,8 @@ def train(
     Raises:
         ValueError: images that the recipe's model does not take, or a checkpoint of another run.
     """
-    for images in (training, test):
-        images.require_classes(recipe.shape.classes)
+    for given in (training, test):
+        given.require_classes(recipe.shape.classes)
     trainer = Trainer(recipe, len(training), cpu)
     main = trainer.accelerator.is_main_process
     about = {"recipe": recipe.as_dict(), "data": training.name, "images": len(training), "steps": trainer.steps}
@@ -116,7 +116,8 @@ class Trainer:
         self.recipe = recipe
         self.epoch = images / recipe.batch
         self.steps = recipe.steps(images)
-        self.accelerator = Accelerator(mixed_precision="bf16" if recipe.bf16 else "no", cpu=cpu)
+        # Autocast is our own: accelerate's is set once for a process, whatever runs in it later.
+        self.accelerator = Accelerator(mixed_precision="no", cpu=cpu)
         self.model = recipe.shape.build(recipe.seed).to(self.accelerator.device)
         self.optimizer: Any = torch.optim.AdamW(_groups(self.model, recipe), lr=recipe.lr, betas=recipe.betas)
         self._forward: Any = None
@@ -152,7 +153,8 @@ class Trainer:
             # Gradients are summed over devices once, with the last part.
             quiet = self.accelerator.no_sync(self.wrapped) if stop < len(pixels) else nullcontext()
             with quiet:
-                logits = self._forward(pixel_values=pixels[start:stop]).logits.float()
+                with torch.autocast(pixels.device.type, torch.bfloat16, enabled=recipe.bf16):
+                    logits = self._forward(pixel_values=pixels[start:stop]).logits.float()
                 loss = cross_entropy(logits, targets[start:stop], reduction="sum") / len(pixels)
                 self.accelerator.backward(loss)
             total += loss.detach()
