@@ -53,6 +53,10 @@ def train(
                 notices.print(f"epoch {line['epoch']:.2f}: {100 * line['top1']:.2f} % of {len(test)} test images")
 
         last = run(chosen, training, test, out, resume=resume, cpu=cpu, workers=workers, tell=tell)
+    from accelerate import PartialState
+
+    if not PartialState().is_main_process:
+        return
     if "top1" in last:
         low, high = (100 * end for end in last["top1_interval"])
         screen.print(f"{100 * last['top1']:.2f} % of {test.name} ({low:.2f} to {high:.2f} with 95 % confidence)")

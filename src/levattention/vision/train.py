@@ -66,18 +66,17 @@ def train(
     main = trainer.accelerator.is_main_process
     about = {"recipe": recipe.as_dict(), "data": training.name, "images": len(training), "steps": trainer.steps}
     # The first process makes the folder before the others look into it.
-    folder = RunFolder(out, about, resume=resume) if main else None
-    trainer.accelerator.wait_for_everyone()
-    folder = folder or RunFolder(out, about, resume=True)
+    with trainer.accelerator.main_process_first():
+        folder = RunFolder(out, about, resume=resume, writes=main)
     first, spent = folder.load(trainer.model, trainer.optimizer)
     trainer.prepare()
     began = seen = time.perf_counter()
     logged, line = first, {"step": first}
 
     def write(new: dict[str, Any]) -> dict[str, Any]:
+        folder.write(new)
         if main:
-            folder.write(new)
-        tell(new | {"steps": trainer.steps})
+            tell(new | {"steps": trainer.steps})
         return new
 
     for step, (images, labels, generator) in enumerate(trainer.feed(training, workers)(first, trainer.steps), first):
