@@ -36,8 +36,9 @@ def train(
         raise ValueError(f"--set: expected NAME=VALUE, got {wrong[0]!r}")
     chosen = load_recipe(recipe, dict(text.split("=", 1) for text in change or []))
     options: dict[str, Any] = {"skip_bad": skip_bad, "check": check}
-    training = open_images(data, split="train", count=count, **options)
-    test = open_images(data, split="test", count=test_count, **options)
+    with notices.status("reading the images"):
+        training = open_images(data, split="train", count=count, **options)
+        test = open_images(data, split="test", count=test_count, **options)
     for images in (training, test):
         if images.skipped:
             notices.print(f"{images.name}: {len(images.skipped)} unreadable images left out", style="yellow")

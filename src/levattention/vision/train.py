@@ -5,6 +5,7 @@ Every random number depends on the seed and the step, so a checkpoint is weights
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -84,6 +85,8 @@ def train(
         done = step + 1
         if done % recipe.log_every == 0 or done == trainer.steps:
             value, now = trainer.mean(loss), time.perf_counter()
+            if not math.isfinite(value):
+                raise ValueError(f"lr: the loss is {value} at step {done}: expected one that a lower lr keeps finite")
             rate = (done - logged) * recipe.batch / (now - seen)
             seen, logged = now, done
             line = write({**trainer.place(done), "loss": value, "images_per_second": round(rate, 1)})
