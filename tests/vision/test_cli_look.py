@@ -137,6 +137,7 @@ def test_images_that_cannot_be_read_are_named(place, monkeypatch, capsys):
         (["eval", "--model", "model.safetensors", "--data", "empty"], "expected class folders"),
         (["eval", "--model", "empty", "--data", "images"], "expected model.safetensors"),
         (["eval", "--model", "images/labels.csv", "--data", "images"], "not a readable .safetensors file"),
+        (["eval", "--model", "model.safetensors"], "--data: expected images for this --model"),
         (["structure", *GOOD, "--top", 38], "top: expected an integer between 1 and n = 37, got 38"),
         (["structure", *GOOD, "--split", "train"], "has no train images"),
     ],
@@ -147,6 +148,17 @@ def test_bad_input_is_one_line_and_exit_code_2(place, monkeypatch, capsys, argum
     assert message in err
     assert len(err.strip().splitlines()) == 1
     assert not (place / "found").exists()
+
+
+def test_the_embedded_model_is_the_default(tmp_path, monkeypatch, capsys):
+    code, _, err = run(
+        tmp_path, monkeypatch, capsys, "eval", "--images", 20, "--selector", "norm", "--top-k", 200, "--out", "found"
+    )
+    assert code == 0, err
+    held = json.loads((tmp_path / "found" / "eval.json").read_text())
+    assert (held["model"], held["images"]) == ("embedded, softmax", 20)
+    # Chance is 0.1: half of 20 are right by luck with probability 1e-5.
+    assert held["rows"][0]["top1"] >= 0.5
 
 
 def test_a_file_in_the_way(place, monkeypatch, capsys):

@@ -15,5 +15,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError) as error:
-        notices.print(f"levattention: {' '.join(str(error).split())}", style="red", highlight=False, soft_wrap=True)
+        notices.print(
+            f"levattention: {' '.join(str(error).split())}", style="red", highlight=False, markup=False, soft_wrap=True
+        )
         sys.exit(2)

@@ -46,9 +46,18 @@ def reading(label: str, keys: torch.Tensor) -> Iterator[Advance]:
 
 def require_extra(extra: str, *modules: str) -> None:
     """Nothing, if the modules of an optional part are installed; asked before any work is done."""
-    missing = [name for name in modules if find_spec(name) is None]
+    missing = [name for name in modules if not installed(name)]
     if missing:
         raise ValueError(f"{' and '.join(missing)} not installed: pip install 'levattention[{extra}]'")
+
+
+def installed(module: str) -> bool:
+    """Whether a module can be imported, without doing so."""
+    try:
+        return find_spec(module) is not None
+    except ValueError:
+        # Python's word for a module that has been ruled out.
+        return False
 
 
 def require_suffix(path: Path | None, suffix: str) -> None:

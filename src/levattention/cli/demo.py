@@ -20,4 +20,5 @@ def demo(
     from levattention.demo import run_demo
     from levattention.vision.embedded import embedded_images, embedded_models
 
-    run_demo(out, screen, notices, embedded_models(), embedded_images(images))
+    models = [(f"trained with {name}", model, preprocess) for name, model, preprocess in embedded_models()]
+    run_demo(out, screen, notices, models, embedded_images(images))

@@ -18,9 +18,15 @@ from levattention.cli.vit import vit
 EXTRAS = ("transformers", "matplotlib", "PIL")
 
 Model = Annotated[
-    str, typer.Option(help="A Hugging Face id or folder, a timm-named .safetensors file, or a checkpoint of ours.")
+    str | None,
+    typer.Option(
+        help="A Hugging Face id or folder, a timm-named .safetensors file, or a checkpoint of ours. By default the "
+        "small one trained with softmax that comes with the package, and its images."
+    ),
 ]
-Data = Annotated[Path, typer.Option(help="Class folders, a folder with labels.csv, CIFAR-10 sheets, or idx files.")]
+Data = Annotated[
+    Path | None, typer.Option(help="Class folders, a folder with labels.csv, CIFAR-10 sheets, or idx files.")
+]
 Split = Annotated[str, typer.Option(help="Which images, where the data has train and test.")]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out image files that cannot be read.")]
 Radius = Annotated[int, typer.Option(min=0, help="Manhattan distance of local patches.")]
@@ -36,33 +42,44 @@ def looking(label: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda count: progress.advance(task, count)
 
 
-def opened(model: str, data: Path, split: str, count: int | None, skip_bad: bool, device: str) -> tuple[Any, Any, Any]:
+def opened(
+    model: str | None, data: Path | None, split: str, count: int | None, skip_bad: bool, device: str
+) -> tuple[Any, Any, Any]:
     """(model, preprocess, images), with a word on what was left out."""
     from levattention.vision.data import open_images
+    from levattention.vision.embedded import embedded_images, embedded_models
     from levattention.vision.models import load_vit
 
-    net, preprocess = load_vit(model)
+    if model is not None and data is None:
+        raise ValueError("--data: expected images for this --model")
+    net, preprocess = embedded_models()[0][1:] if model is None else load_vit(model)
     try:
         net.to(torch.device(device))
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device: expected one that is there, such as cpu, got {device!r} ({error})") from None
-    images = open_images(data, split=split, count=count, skip_bad=skip_bad)
+    images = embedded_images(count) if data is None else open_images(data, split=split, count=count, skip_bad=skip_bad)
     if images.skipped:
-        notices.print(f"{len(images.skipped)} images cannot be read and are left out: {', '.join(images.skipped)}")
+        named = ", ".join(images.skipped)
+        notices.print(f"{len(images.skipped)} images cannot be read and are left out: {named}", markup=False)
     return net, preprocess, images
 
 
-def described(model: str, images: Any) -> dict[str, Any]:
+def described(model: str | None, images: Any) -> dict[str, Any]:
     """What was measured, without where it lies on this machine."""
-    path = Path(model)
+    path = Path(model or "")
     name = path.stem if path.is_file() else path.name if path.is_dir() else model
-    return {"model": name, "data": images.name, "images": len(images), "skipped": len(images.skipped)}
+    return {
+        "model": "embedded, softmax" if model is None else name,
+        "data": images.name,
+        "images": len(images),
+        "skipped": len(images.skipped),
+    }
 
 
 @vit.command()
 def structure(
-    model: Model,
-    data: Data,
+    model: Model = None,
+    data: Data = None,
     out: Annotated[Path, typer.Option(help="Folder for structure.json and the pictures.")] = Path("structure-out"),
     split: Split = "test",
     images: Annotated[int, typer.Option(min=1, help="How many images.")] = 16,
@@ -95,8 +112,8 @@ def structure(
 
 @vit.command("eval")
 def evaluate(
-    model: Model,
-    data: Data,
+    model: Model = None,
+    data: Data = None,
     out: Annotated[Path, typer.Option(help="Folder for eval.json, eval.md and eval.png.")] = Path("eval-out"),
     split: Split = "test",
     images: Annotated[int | None, typer.Option(min=1, help="How many images; all by default.")] = None,

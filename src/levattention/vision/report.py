@@ -99,16 +99,15 @@ def accuracy_section(models: Sequence[Looked]) -> str:
             row = model.row(method)
             values += [percent(row["top1"]), "–".join(percent(x) for x in row["top1_interval"]), percent(row["agree"])]
         lines.append(("full" if method == FULL else "", values))
-    ranked = [f"<li>{escape(model.name)} – {escape(ranking(model))}</li>" for model in models]
+    ends = [f"<li>{escape(best_and_worst(model))}</li>" for model in models]
     bars = figures.draw_bars([(model.name, model.rows) for model in models])
-    alt = "; ".join(f"{model.name}: {ranking(model)}" for model in models)
+    alt = " ".join(best_and_worst(model) for model in models)
     return (
         f"<h2>Accuracy with {top_k} keys a head</h2>\n"
         f"<p>Both models on the same {count} test images, without further training. Every query sees only {top_k} of "
         f"{models[0].structure.layout.tokens} keys, chosen anew for each image and head; “local” adds the patches "
         "within Manhattan distance 3, and clusters spend the same budget on slots that stand for several keys. "
-        "Ranked by top-1:</p>\n"
-        f"<ul>{''.join(ranked)}</ul>\n{grid_table(head, lines)}"
+        f"</p>\n<ul>{''.join(ends)}</ul>\n{grid_table(head, lines)}"
         + shown(
             picture(bars),
             f"Bars of top-1 accuracy. {alt}",
@@ -118,11 +117,14 @@ def accuracy_section(models: Sequence[Looked]) -> str:
     )
 
 
-def ranking(model: Looked) -> str:
-    """The selectors by accuracy, best first, in words."""
-    best = sorted((row for row in model.rows if row["method"] != FULL), key=lambda row: -row["top1"])
-    listed = " · ".join(f"{named(row)}: {percent(row['top1'])}" for row in best)
-    return f"all keys: {percent(model.row(FULL)['top1'])} · {listed}"
+def best_and_worst(model: Looked) -> str:
+    """What the table says of a model, in a sentence."""
+    *_, best = ordered = sorted((row for row in model.rows if row["method"] != FULL), key=lambda row: row["top1"])
+    told = [f"{named(row)} ({percent(row['top1'])})" for row in (best, ordered[0])]
+    return (
+        f"{model.name[0].upper()}{model.name[1:]}: {percent(model.row(FULL)['top1'])} % of images right with all keys; "
+        f"of the selectors, most with {told[0]} and fewest with {told[1]}."
+    )
 
 
 def structure_section(models: Sequence[Looked]) -> str:
