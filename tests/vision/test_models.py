@@ -67,6 +67,9 @@ def test_a_folder_with_a_checkpoint(tmp_path, pixels):
     with torch.no_grad():
         assert torch.equal(back(pixel_values=pixels).logits, model(pixel_values=pixels).logits)
     assert read_checkpoint(tmp_path)["selection"] is None
+    # As readable as any other file of the user.
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_a_hugging_face_folder(tmp_path, pixels):

@@ -228,6 +228,12 @@ def test_bf16_trains_too(tmp_path):
     assert one != two
 
 
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
+    with pytest.raises(ValueError, match=r"lr: the loss is (nan|inf) at step \d"):
+        train(replace(RECIPE, lr=1e30, warmup=0), halves(160), halves(10), tmp_path / "run", cpu=True)
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
 def test_full_attention_and_top_k_beyond_all_keys_are_one():
     """17 keys: leverage top-17 is full attention, so both take the same steps."""
     images, losses = halves(64), []
@@ -271,6 +277,7 @@ def test_overlap_counts_the_important_keys_in_u():
 
 def test_recipes_are_read_from_files(tmp_path):
     (tmp_path / "recipes.py").write_text(AS_FILE)
+    (tmp_path / "broken.py").write_text("def tiny(:")
     file = f"{tmp_path}/recipes.py"
     assert load_recipe(f"{file}:tiny") == RECIPE
     changes = {"epochs": "2.5", "selection.top_k": "9", "augment.flip": "false", "selection.by": "norm", "seed": "4"}
@@ -281,6 +288,7 @@ def test_recipes_are_read_from_files(tmp_path):
         (f"{tmp_path}/no.py:tiny", "there is no such file"),
         (f"{file}:huge", r"expected one of .*recipes\.py:tiny"),
         (file, r"expected one of .*recipes\.py:tiny"),
+        (f"{tmp_path}/broken.py:tiny", r"broken\.py: cannot be run \(SyntaxError"),
     ):
         with pytest.raises(ValueError, match=message):
             load_recipe(reference)

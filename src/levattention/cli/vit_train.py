@@ -36,8 +36,9 @@ def train(
         raise ValueError(f"--set: expected NAME=VALUE, got {wrong[0]!r}")
     chosen = load_recipe(recipe, dict(text.split("=", 1) for text in change or []))
     options: dict[str, Any] = {"skip_bad": skip_bad, "check": check}
-    training = open_images(data, split="train", count=count, **options)
-    test = open_images(data, split="test", count=test_count, **options)
+    with notices.status("reading the images"):
+        training = open_images(data, split="train", count=count, **options)
+        test = open_images(data, split="test", count=test_count, **options)
     for images in (training, test):
         if images.skipped:
             notices.print(f"{images.name}: {len(images.skipped)} unreadable images left out", style="yellow")
@@ -53,6 +54,10 @@ def train(
                 notices.print(f"epoch {line['epoch']:.2f}: {100 * line['top1']:.2f} % of {len(test)} test images")
 
         last = run(chosen, training, test, out, resume=resume, cpu=cpu, workers=workers, tell=tell)
+    from accelerate import PartialState
+
+    if not PartialState().is_main_process:
+        return
     if "top1" in last:
         low, high = (100 * end for end in last["top1_interval"])
         screen.print(f"{100 * last['top1']:.2f} % of {test.name} ({low:.2f} to {high:.2f} with 95 % confidence)")

@@ -124,7 +124,10 @@ def load_recipe(reference: str, changes: Mapping[str, str] | None = None) -> Rec
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file raises
+        raise ValueError(f"{file}: cannot be run ({type(error).__name__}: {error})") from error
     known = {key: made for key, made in vars(module).items() if _makes_recipe(key, made)}
     if name not in known:
         raise ValueError(f"{reference}: expected one of {', '.join(f'{file}:{key}' for key in sorted(known))}")

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from levattention.sources import replacing
+from levattention.statefile import load_state, save_state
 
 RECIPE, METRICS, STATE, WEIGHTS = "recipe.json", "metrics.jsonl", "state.safetensors", "model.safetensors"
+KIND = "training run"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -22,21 +24,23 @@ class RunFolder:
         path: the folder; made where it is missing, emptied of an earlier run unless that is to go on.
         about: what defines the run, as JSON has it. A checkpoint of another one is refused.
         resume: go on with what is there.
+        writes: whether this process is the one that writes; the others look only.
 
     Raises:
         ValueError: a folder that holds something else, or a run that was defined otherwise.
     """
 
-    def __init__(self, path: str | Path, about: dict[str, Any], *, resume: bool) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, about: dict[str, Any], *, resume: bool, writes: bool = True) -> None:
+        self.path, self.writes = Path(path), writes
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path}: expected a folder for the run, got a file")
         if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / RECIPE).is_file():
             raise ValueError(f"{self.path}: expected an empty folder or one of an earlier run, got other files")
-        # Without a checkpoint there is nothing to go on from.
-        self.resumes = resume and (self.path / STATE).is_file()
+        # Without a checkpoint there is nothing to go on from. Who only looks finds one if the writer left it.
+        self.resumes = (resume or not writes) and (self.path / STATE).is_file()
         if self.resumes:
             _require_same(self.path / RECIPE, json.loads((self.path / RECIPE).read_text()), about)
+        if self.resumes or not writes:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         for name in (STATE, METRICS, WEIGHTS, RECIPE):
@@ -46,20 +50,21 @@ class RunFolder:
 
     def write(self, line: dict[str, Any]) -> None:
         """Add a line to the metrics."""
+        if not self.writes:
+            return
         with (self.path / METRICS).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, seconds: float) -> None:
         """Replace the checkpoint: weights, AdamW's moments, how many steps are done, and the time they took."""
-        from safetensors.torch import save_file
-
+        if not self.writes:
+            return
         held = {f"model.{name}": value for name, value in model.state_dict().items()}
         for name, parameter in model.named_parameters():
             for moment in MOMENTS if parameter in optimizer.state else ():
                 held[f"{moment}.{name}"] = optimizer.state[parameter][moment]
-        held = {name: value.detach().cpu().contiguous() for name, value in held.items()}
-        with replacing(self.path / STATE) as temporary:
-            save_file(held, temporary, metadata={"step": str(step), "seconds": str(seconds)})
+        held = {name: value.detach().cpu() for name, value in held.items()}
+        save_state(self.path / STATE, KIND, held, {"step": step, "seconds": seconds})
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, float]:
         """(steps done, seconds) of the checkpoint, whose weights and moments go into model and optimizer.
@@ -68,20 +73,15 @@ class RunFolder:
         """
         if not self.resumes:
             return 0, 0.0
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(self.path / STATE, framework="pt") as file:
-                step, seconds = int(file.metadata()["step"]), float(file.metadata()["seconds"])
-                held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{self.path / STATE}: not a readable checkpoint ({error})") from None
+        held, config = load_state(self.path / STATE, KIND)
+        step, seconds = config["step"], config["seconds"]
         model.load_state_dict({name[6:]: value for name, value in held.items() if name.startswith("model.")})
         for name, parameter in model.named_parameters():
             if f"{MOMENTS[0]}.{name}" in held:
                 moments = {moment: held[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS}
                 optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
-        self._cut(step)
+        if self.writes:
+            self._cut(step)
         return step, seconds
 
     def _cut(self, step: int) -> None:

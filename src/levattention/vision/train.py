@@ -5,6 +5,7 @@ Every random number depends on the seed and the step, so a checkpoint is weights
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -66,18 +67,17 @@ def train(
     main = trainer.accelerator.is_main_process
     about = {"recipe": recipe.as_dict(), "data": training.name, "images": len(training), "steps": trainer.steps}
     # The first process makes the folder before the others look into it.
-    folder = RunFolder(out, about, resume=resume) if main else None
-    trainer.accelerator.wait_for_everyone()
-    folder = folder or RunFolder(out, about, resume=True)
+    with trainer.accelerator.main_process_first():
+        folder = RunFolder(out, about, resume=resume, writes=main)
     first, spent = folder.load(trainer.model, trainer.optimizer)
     trainer.prepare()
     began = seen = time.perf_counter()
     logged, line = first, {"step": first}
 
     def write(new: dict[str, Any]) -> dict[str, Any]:
+        folder.write(new)
         if main:
-            folder.write(new)
-        tell(new | {"steps": trainer.steps})
+            tell(new | {"steps": trainer.steps})
         return new
 
     for step, (images, labels, generator) in enumerate(trainer.feed(training, workers)(first, trainer.steps), first):
@@ -85,6 +85,8 @@ def train(
         done = step + 1
         if done % recipe.log_every == 0 or done == trainer.steps:
             value, now = trainer.mean(loss), time.perf_counter()
+            if not math.isfinite(value):
+                raise ValueError(f"lr: the loss is {value} at step {done}: expected one that a lower lr keeps finite")
             rate = (done - logged) * recipe.batch / (now - seen)
             seen, logged = now, done
             line = write({**trainer.place(done), "loss": value, "images_per_second": round(rate, 1)})
