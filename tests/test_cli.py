@@ -14,7 +14,7 @@ import levattention as la
 
 def run(*arguments, check=True):
     command = [sys.executable, "-c", "from levattention.cli import main; main()", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if check:
         assert done.returncode == 0, done.stderr
     return done
@@ -113,8 +113,32 @@ def test_an_old_result_survives_a_failed_run(keys, tmp_path):
     assert out.read_bytes() == b"precious"
 
 
-def test_demo_shows_a_table_and_writes_a_picture(tmp_path):
-    text = run("demo", "--out", tmp_path / "demo").stdout
+def test_demo_shows_tables_and_writes_a_report(tmp_path):
+    for name in ("transformers", "matplotlib", "PIL"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    text = run("demo", "--out", tmp_path / "demo", "--images", 4).stdout
     assert "none got through" in text
     assert "24 of 24" in text
+    for name in ("softmax", "leverage top-32"):
+        assert f"Model trained with {name}, 4 images" in text
     assert (tmp_path / "demo" / "universal_set.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "demo" / "report.html").read_text()
+    assert "4 images of" in page
+    assert page.count("<img ") == 9
+
+
+@pytest.mark.parametrize("command", ["demo", "vit eval", "vit structure"])
+def test_a_missing_extra_is_one_line(tmp_path, command):
+    hidden = "import sys; sys.modules['transformers'] = None; sys.modules['matplotlib'] = None; "
+    code = hidden + "from levattention.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split(), "--out", tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "transformers and matplotlib not installed: pip install 'levattention[vit]'" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()

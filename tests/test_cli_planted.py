@@ -5,13 +5,14 @@ import json
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 
 import pytest
 
+from browser import measured, needs_browser
 from levattention.cli import main
 from levattention.planted.sweep import DELTA_DIMENSIONS, DELTA_SIZES, Sweep
 from levattention.planted_report import shades
+from tags import Tags
 
 SMALL = ["--n", "300", "--n", "600", "--k", "16", "--k", "128", "--eps1", "1e-4", "--eps1", "0.1", "--d", "512"]
 SMALL += ["--standout", "4", "--queries", "10", "--scaling", "1000", "--scaling", "2000"]
@@ -25,25 +26,6 @@ def levattention(*args):
         timeout=300,
         check=False,
     )
-
-
-class Tags(HTMLParser):
-    """Which tags a page opens, which it leaves open, and what its pictures hold."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.images, self.rows = [], [], []
-
-    def handle_starttag(self, tag, attrs):
-        if tag == "img":
-            self.images.append(dict(attrs)["src"])
-        elif tag != "meta":
-            self.open.append(tag)
-        if tag == "tr":
-            self.rows.append(dict(attrs).get("class"))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +75,9 @@ def test_page_is_whole_and_needs_nothing_else(report):
     tags.feed(text)
     assert tags.open == []
     assert len(tags.images) == 4
-    for source in tags.images:
-        png = base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True)
+    for image in tags.images:
+        assert image["alt"]
+        png = base64.b64decode(image["src"].removeprefix("data:image/png;base64,"), validate=True)
         assert png.startswith(b"\x89PNG")
         assert any(png == path.read_bytes() for path in out.glob("*.png"))
     assert (tags.rows.count("holds"), tags.rows.count("fails")) == tuple(
@@ -102,6 +85,13 @@ def test_page_is_whole_and_needs_nothing_else(report):
         for holds in (True, False)
     )
     assert not re.search(r"(?:src|href)=[\"']?http", text)
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [400, 1400])
+def test_page_fits_the_screen(report, width):
+    seen = measured(report[0] / "planted.html", width)
+    assert (seen["width"], seen["content"], seen["out"], seen["failed"]) == (width, width, [], 0)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import html
-import io
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from levattention.pages import canvas, grid_table, page, percent, picture, shown, summary_table, write
 from levattention.planted.sweep import DELTA_SIZES, Row, Sweep, run
-from levattention.sources import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,18 +38,12 @@ def run_planted(sweep: Sweep, out: Path, screen: Console, notices: Console) -> N
     for name, png in pictures.items():
         write(out / f"planted-{name}.png", png)
     write(out / "planted.json", json.dumps(found, indent=1, allow_nan=False, ensure_ascii=False).encode())
-    write(out / "planted.html", page(found, pictures).encode())
+    write(out / "planted.html", report_page(found, pictures).encode())
     table = Table(title="Planted model", show_header=False)
     for name, value in summary(found):
         table.add_row(name, value)
     screen.print(table)
     screen.print(f"Report: {out / 'planted.html'}", soft_wrap=True)
-
-
-def write(path: Path, content: bytes) -> None:
-    """Replace the file, whole or not at all."""
-    with replacing(path) as temporary:
-        temporary.write_bytes(content)
 
 
 def summary(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -92,25 +83,6 @@ def seconds(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value / 1e-6:.3g} µs"
-
-
-def picture(figure: Figure) -> bytes:
-    """The figure as PNG."""
-    stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=130)
-    return stream.getvalue()
-
-
-def canvas(columns: int = 1, width: float = 8.0, height: float = 4.6, **shared: Any) -> tuple[Figure, list[Any]]:
-    """A figure that belongs to no window, and its axes from left to right."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(1, columns, squeeze=False, **shared)[0]
-    for one in axes:
-        one.grid(True, which="major", alpha=0.3)
-        one.spines[["top", "right"]].set_visible(False)
-    return figure, list(axes)
 
 
 def draw_delta1(found: dict[str, Any]) -> Figure:
@@ -248,36 +220,16 @@ CAPTIONS = {
     "time": "Near-orthogonal keys with 16 that stand out, in 64 dimensions. Only the preparation reads all keys.",
 }
 
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
-img { max-width: 100%; } figure { margin: 2rem 0; } figcaption { color: #555; font-size: 0.9rem; }
-table { border-collapse: collapse; font-size: 0.82rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.2rem 0.6rem; text-align: right; border-bottom: 1px solid #ddd; }
-.wide { overflow-x: auto; } .summary td { text-align: left; font-size: 0.95rem; } .fails td { color: #888; }
-"""
 
-
-def page(found: dict[str, Any], pictures: dict[str, bytes]) -> str:
+def report_page(found: dict[str, Any], pictures: dict[str, bytes]) -> str:
     """The report as one HTML page that needs nothing else."""
-    figures = "".join(
-        f'<figure><img alt="{name}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-        f"<figcaption>{html.escape(CAPTIONS[name])}</figcaption></figure>\n"
-        for name, png in pictures.items()
+    figures = "".join(shown(png, CAPTIONS[name].split(".")[0], CAPTIONS[name]) for name, png in pictures.items())
+    return page(
+        "The planted model, measured",
+        f"{summary_table(summary(found))}{figures}"
+        "<h2>Every setting</h2>\n<p>Grey rows: the assumptions do not hold, so no query of the model exists.</p>\n"
+        f"{settings_table(found['settings'])}<h2>Time</h2>\n{time_table(found['scaling'])}",
     )
-    about = "".join(f"<tr>{cells([name, value])}</tr>\n" for name, value in summary(found))
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Planted model</title>'
-        f"<style>{STYLE}</style></head><body>\n<h1>The planted model, measured</h1>\n"
-        f'<table class="summary">{about}</table>\n{figures}'
-        f"<h2>Every setting</h2>\n<p>Grey rows: the assumptions do not hold, so no query of the model exists.</p>\n"
-        f'<div class="wide">{settings_table(found["settings"])}</div>\n'
-        f"<h2>Time</h2>\n{time_table(found['scaling'])}\n</body></html>\n"
-    )
-
-
-def cells(values: Iterable[Any], tag: str = "td") -> str:
-    """Table cells."""
-    return "".join(f"<{tag}>{html.escape(str(value))}</{tag}>" for value in values)
 
 
 def settings_table(rows: list[Row]) -> str:
@@ -295,8 +247,8 @@ def settings_table(rows: list[Row]) -> str:
         values += ["–" if row["false_keys"] is None else row["false_keys"]]
         values += [percent(row["paper_standout_kept"]), percent(row["paper_recovered"])]
         values += [percent(row["paper_threshold_recovered"])]
-        lines.append(f'<tr class="{"holds" if row["holds"] else "fails"}">{cells(values)}</tr>\n')
-    return f"<table><tr>{cells(head, 'th')}</tr>\n{''.join(lines)}</table>"
+        lines.append(("holds" if row["holds"] else "fails", values))
+    return grid_table(head, lines)
 
 
 def time_table(rows: list[Row]) -> str:
@@ -307,10 +259,5 @@ def time_table(rows: list[Row]) -> str:
         values = [f"{row['n']:,}", row["universal"], row["candidates"]]
         values += [seconds(row[f"{name}_seconds"]) for name in ("check", "recover", "query", "batch", "scan")]
         values += [percent(row["recovered"]), row["false_keys"]]
-        lines.append(f"<tr>{cells(values)}</tr>\n")
-    return f"<table><tr>{cells(head, 'th')}</tr>\n{''.join(lines)}</table>"
-
-
-def percent(value: float | None) -> str:
-    """A share as a percentage; a dash where there is none."""
-    return "–" if value is None else f"{value:.1%}"
+        lines.append(("time", values))
+    return grid_table(head, lines)

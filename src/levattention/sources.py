@@ -140,7 +140,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.stem}.{uuid.uuid4().hex}{path.suffix}")
     try:
         temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode
         yield temporary
+        # Some writers put a file of their own in its place, which nobody else may read.
+        temporary.chmod(mode)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from levattention.cli import demo, find, index, planted, query
+from levattention.cli import demo, find, index, planted, query, vit, vit_look, vit_train
 from levattention.cli.app import app, notices
 
-__all__ = ["app", "demo", "find", "index", "main", "planted", "query"]
+__all__ = ["app", "demo", "find", "index", "main", "planted", "query", "vit", "vit_look", "vit_train"]
 
 
 def main() -> None:
@@ -15,5 +15,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, OSError) as error:
-        notices.print(f"levattention: {' '.join(str(error).split())}", style="red", highlight=False, soft_wrap=True)
+        notices.print(
+            f"levattention: {' '.join(str(error).split())}", style="red", highlight=False, markup=False, soft_wrap=True
+        )
         sys.exit(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,22 @@ def telling() -> Iterator[None]:
         yield
     for warning in caught:
         notices.print(str(warning.message), style="yellow", highlight=False, soft_wrap=True)
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Nothing, if the modules of an optional part are installed; asked before any work is done."""
+    missing = [name for name in modules if not installed(name)]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} not installed: pip install 'levattention[{extra}]'")
+
+
+def installed(module: str) -> bool:
+    """Whether a module can be imported, without doing so."""
+    try:
+        return find_spec(module) is not None
+    except ValueError:
+        # Python's word for a module that has been ruled out.
+        return False
 
 
 def require_suffix(path: Path | None, suffix: str) -> None:

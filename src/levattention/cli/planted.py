@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from levattention.cli.app import app, notices, screen
+from levattention.cli.app import app, notices, require_extra, screen
 
 
 @app.command()
@@ -26,6 +26,7 @@ def planted(
     seed: Annotated[int, typer.Option(help="Of all randomness.")] = 0,
 ) -> None:
     """Sweep the planted model of section 4 and write a report: recovery, sizes, times, and where δ1 ≥ 4/k fails."""
+    require_extra("report", "matplotlib")
     from levattention.planted.sweep import Sweep
     from levattention.planted_report import run_planted
 

@@ -87,7 +87,7 @@ def use_lev_attention(
     AttentionInterface.register(NAME, lev_attention_forward)
     AttentionMaskInterface.register(NAME, compact_mask)
     if not hasattr(model, "_before_lev_attention"):
-        model._before_lev_attention = _implementations(model)  # type: ignore[assignment]
+        model._before_lev_attention = implementations(model)  # type: ignore[assignment]
     for module, options in zip(modules, chosen, strict=True):
         module._lev_attention = options  # type: ignore[assignment]
     model.set_attn_implementation(NAME)  # type: ignore[operator]
@@ -172,7 +172,7 @@ def _layer_options(common: dict[str, Any], own: Mapping[str, Any] | None) -> dic
     return merged
 
 
-def _implementations(model: Any) -> str | dict[str, str]:
+def implementations(model: Any) -> str | dict[str, str]:
     """The attention implementation of a model, and those of its parts where it has some."""
     config = model.config
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", {})}

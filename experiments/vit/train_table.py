@@ -1,0 +1,130 @@
+"""The paper's training table in small: every row of a file of recipes, trained for some seeds, and one table of it all.
+
+    python experiments/vit/train_table.py --data cifar10 --out runs
+
+Runs `levattention vit train` for each row and seed (rows that are finished are left as they are, one that was stopped
+goes on), tests every softmax-trained model under each selector without training, and writes table.md and table.json to
+`out` after every row. Accuracy is the mean over seeds; ± is half of its 95 % interval by Student's t.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from levattention.vision import load_vit, open_images
+from levattention.vision.evaluate import evaluate
+from levattention.vision.runfolder import read_metrics
+
+HERE = Path(__file__).resolve().parent
+P2 = ["leverage_32", "leverage_64", "leverage_128", "norm_32", "random_32", "cluster_32"]
+ROWS = ["p2_softmax", *(f"p2_{name}" for name in P2), "p1_softmax", *(f"p1_{name}" for name in P2)]
+# The 97.5 % points of Student's t with 1, 2, … degrees of freedom.
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+BUDGETS = (32, 64, 128)
+SELECTORS = ("leverage", "norm", "random", "local", "sample", "cluster")
+PROGRAM = "from levattention.cli import main; main()"
+
+
+def finished(folder: Path) -> dict[str, Any] | None:
+    """The last test of a run that reached its end."""
+    if not (folder / "metrics.jsonl").is_file():
+        return None
+    lines = [line for line in read_metrics(folder) if "top1" in line]
+    steps = json.loads((folder / "recipe.json").read_text())["steps"]
+    return lines[-1] if lines and lines[-1]["step"] == steps else None
+
+
+def run(row: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
+    """Train a row, or go on with it; its last test."""
+    folder = given.out / f"{row}-seed{seed}"
+    if finished(folder) is None:
+        command = [sys.executable, "-c", PROGRAM, "vit", "train", f"{given.recipes}:{row}", "--data", str(given.data)]
+        command += ["--out", str(folder), "--resume", "--set", f"seed={seed}"]
+        # Random positions are drawn anew with each seed.
+        command += ["--set", f"selection.seed={seed * 1000}"] if row.endswith("random_32") else []
+        command += [part for change in given.set for part in ("--set", change)]
+        command += ["--count", str(given.count)] if given.count else []
+        command += ["--test-count", str(given.test_count)] if given.test_count else []
+        subprocess.run(command + (["--cpu"] if given.cpu else []), check=True)
+    last = finished(folder)
+    assert last is not None
+    return last
+
+
+def untrained(folder: Path, given: argparse.Namespace) -> dict[str, float]:
+    """Top-1 of a softmax-trained model under each selector and budget."""
+    kept = folder / "selectors.json"
+    if kept.is_file():
+        return json.loads(kept.read_text())
+    model, preprocess = load_vit(folder)
+    model.to("cpu" if given.cpu else "cuda")
+    images = open_images(given.data, split="test", count=given.test_count)
+    rows = evaluate(model, images, preprocess, selectors=SELECTORS, budgets=BUDGETS, batch=100)
+    found = {f"{row['method']} {row['top_k']}": row["top1"] for row in rows if row["top_k"] is not None}
+    kept.write_text(json.dumps(found, indent=1))
+    return found
+
+
+def summary(values: list[float]) -> str:
+    """Mean and half the 95 % interval, in per cent."""
+    mean = sum(values) / len(values)
+    if len(values) == 1:
+        return f"{100 * mean:.2f}"
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    degrees = min(len(values) - 2, len(STUDENT) - 1)
+    return f"{100 * mean:.2f} ± {100 * STUDENT[degrees] * deviation / math.sqrt(len(values)):.2f}"
+
+
+def write(out: Path, results: dict[str, dict[str, Any]], lossy: bool) -> None:
+    """table.json and table.md."""
+    (out / "table.json").write_text(json.dumps({"lossy": lossy, "rows": results}, indent=1))
+    lines = ["The images were re-encoded with loss (WebP) before training and testing.", ""] if lossy else []
+    lines += ["| row | seeds | top-1 % | minutes each |", "|---|---|---|---|"]
+    for row, found in results.items():
+        values = list(found["top1"].values())
+        minutes = found["seconds"] / 60
+        lines.append(f"| {row} | {', '.join(found['top1'])} | {summary(values)} | {minutes:.1f} |")
+    (out / "table.md").write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    """Trains every row."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--recipes", type=Path, default=HERE / "configs" / "cifar.py")
+    parser.add_argument("--rows", nargs="+", default=ROWS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of rows that start with p2_")
+    parser.add_argument("--other-seeds", type=int, nargs="+", default=[0], help="of the other rows")
+    parser.add_argument("--set", nargs="*", default=[], help="NAME=VALUE for every recipe")
+    parser.add_argument("--count", type=int, help="train on the first so many images")
+    parser.add_argument("--test-count", type=int, help="test on the first so many images")
+    parser.add_argument("--cpu", action="store_true")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    # WebP sheets are taken to be compressed with loss, as those of the measured runs are.
+    lossy = any(given.data.glob("*.webp"))
+    results: dict[str, dict[str, Any]] = {}
+    for row in given.rows:
+        for seed in given.seeds if row.startswith("p2_") else given.other_seeds:
+            started = time.perf_counter()
+            last = run(row, seed, given)
+            found = results.setdefault(row, {"top1": {}, "seconds": last["seconds"]})
+            found["top1"][str(seed)] = last["top1"]
+            if row.endswith("softmax"):
+                for name, top1 in untrained(given.out / f"{row}-seed{seed}", given).items():
+                    other = results.setdefault(f"{row}, tested with {name}", {"top1": {}, "seconds": 0.0})
+                    other["top1"][str(seed)] = top1
+            write(given.out, results, lossy)
+            print(f"{row}, seed {seed}: {100 * last['top1']:.2f} % ({time.perf_counter() - started:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()
