@@ -116,12 +116,14 @@ def universal_set(
 
 def _one_round(wire: Wire, local_keys: Tensor, eps: float, loss: Loss, ask: dict[str, Any]) -> ShardedSet:
     """Every rank sends its stream's state; the first merges them and sends the set."""
-    if local_keys.ndim < 2:
-        raise ValueError(f"local_keys: expected shape (*batch, m, d), got {tuple(local_keys.shape)}")
-    *batch, _, d = local_keys.shape
+    shaped = local_keys.ndim >= 2 and local_keys.shape[-1] > 0
+    *batch, _, d = local_keys.shape if shaped else (0, 1)
     stream = KeyStream(d, eps=eps, loss=loss, batch=tuple(batch), device=local_keys.device)
 
     def mine() -> State:
+        # Not before: the other ranks wait to be told.
+        if not shaped:
+            raise ValueError(f"local_keys: expected shape (*batch, m, d), got {tuple(local_keys.shape)}")
         stream.update(local_keys)
         return stream.state()
 

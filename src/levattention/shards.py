@@ -21,7 +21,7 @@ from levattention.stream import KeyStream
 
 # Elements of a piece, what an interruption can lose and what a worker holds on to; and of a block within it.
 PIECE = 1 << 26
-BLOCK = 1 << 20
+BLOCK = 1 << 21
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from levattention.statefile import load_state, save_state
 from levattention.universal import UniversalSet, capacity, select_positions
 
 # Elements gathered before a block is worked off: enough to pay for one factorisation.
-_BLOCK = 1 << 20
+_BLOCK = 1 << 21
 
 
 class KeyStream:

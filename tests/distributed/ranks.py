@@ -93,6 +93,7 @@ def errors(rank, size):
         "nan at the first": (holed if rank == 0 else good, {"protocol": "two-round"}),
         "width": (good[:, :4] if rank == 1 else good, {}),
         "width, two rounds": (good[:, :4] if rank == 1 else good, {"protocol": "two-round"}),
+        "flat": (good[0] if rank == 1 else good, {}),
         "eps": (good, {"eps": 0.1 if rank == 1 else EPS}),
         "protocol": (good, {"protocol": "two-round" if rank == 1 else "one-round"}),
         "empty": (good[:0], {}),

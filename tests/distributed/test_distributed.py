@@ -163,6 +163,7 @@ def test_what_is_bad_on_one_rank_is_everybodys_error(runs):
     for name, message in [
         ("width", "expected a stream with (d, eps, loss, batch)"),
         ("width, two rounds", "expected 5 columns everywhere, got 4"),
+        ("flat", "local_keys: expected shape (*batch, m, d), got (5,)"),
         ("eps", "expected the same eps, loss and protocol on every rank"),
         ("protocol", "expected the same eps, loss and protocol on every rank"),
         ("empty", "expected at least one row"),
