@@ -137,7 +137,10 @@ LOSSES = [la.Power(1), la.Power(1.5), la.Power(2), la.Power(3), la.Power(4), la.
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_a_sample_holds_the_worst_query_that_ascent_finds(loss):
     """Stated for each query; measured here for the worst one found, over ten seeds."""
-    keys, delta, failure = heavy_tailed(4000, 3, seed=1), 0.4, 0.05
+    # Heavy tails are hard for small p; for large p they leave so few light keys that Gaussian keys are the harder ones.
+    hard = loss in (la.Power(2), la.Power(3), la.Power(4))
+    keys = torch.randn(4000, 3, generator=seeded(), dtype=torch.float64) if hard else heavy_tailed(4000, 3, seed=1)
+    delta, failure = 0.4, 0.05
     errors = []
     for seed in range(10):
         fitted = Sampled(delta, failure, seed)(keys, loss)
@@ -145,7 +148,7 @@ def test_a_sample_holds_the_worst_query_that_ascent_finds(loss):
     assert fitted.rows.shape[0] < 1500
     assert fitted.guarantee.proved
     assert not fitted.guarantee.every_query
-    assert min(errors) > 1e-3  # it is a sample, and the search does find its error
+    assert min(errors) > 0.02  # it is a sample, and the search does find its error
     assert allowed(sum(error > delta for error in errors), 10, failure), errors
 
 

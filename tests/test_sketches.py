@@ -14,10 +14,10 @@ from levattention.sketches import (
     CountSketch,
     Gaussian,
     TensorSketch,
-    gaussian_failure,
     parities,
     walsh,
 )
+from levattention.tails import gaussian_failure
 from oracles import leverage_by_svd
 from strategies import conditioned, deficient, heavy_tailed, spikes
 

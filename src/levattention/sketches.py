@@ -25,6 +25,7 @@ from levattention._shapes import Float64
 from levattention.checks import require_keys
 from levattention.counters import draw_seed, hashed
 from levattention.csr import csr_rows, is_csr
+from levattention.tails import BETAS, chernoff_exponent, chi_square_tail, gaussian_failure, second_moment_failure
 
 # Rows of one block. Part of the definition of an operator (a block of Gaussian columns has a seed of its own).
 BLOCK = 1 << 12
@@ -181,7 +182,7 @@ class SRHT:
 
     def failure(self, d: int, n: int, delta: float) -> float:
         """Tropp's bounds: rows of H·D·Q are short with probability 1 − β, then matrix Chernoff; the best β is taken."""
-        rows = [(beta, (math.sqrt(d) + math.sqrt(8 * math.log(padded(n) / beta))) ** 2) for beta in _BETAS]
+        rows = [(beta, (math.sqrt(d) + math.sqrt(8 * math.log(padded(n) / beta))) ** 2) for beta in BETAS]
         up, down = chernoff_exponent(delta), chernoff_exponent(-delta)
         bounds = (b + d * (math.exp(-self.m / size * up) + math.exp(-self.m / size * down)) for b, size in rows)
         return min(1.0, *bounds)
@@ -194,7 +195,7 @@ class SRHT:
     def overshoot(self, n: int, delta: float) -> float:
         """Entries of √N·H·D·z are at most √(2·ln(2N/β)) with probability 1 − β (Hoeffding), then Chernoff."""
         up, size = chernoff_exponent(delta), padded(n)
-        return min(1.0, *(b + math.exp(-self.m / (2 * math.log(2 * size / b)) * up) for b in _BETAS))
+        return min(1.0, *(b + math.exp(-self.m / (2 * math.log(2 * size / b)) * up) for b in BETAS))
 
 
 class _HadamardOperator(Operator):
@@ -379,27 +380,6 @@ class TensorMap:
         return torch.fft.irfft(product, n=self.sketch.m)
 
 
-def gaussian_failure(m: int, d: int, delta: float) -> float:
-    """Singular values of a Gaussian leave 1 ± (√d + t)/√m with probability at most 2·exp(−t²/2)."""
-    t = math.sqrt(m) * (math.sqrt(1 + delta) - 1) - math.sqrt(d)
-    return min(1.0, 2 * math.exp(-t * t / 2)) if t > 0 else 1.0
-
-
-def second_moment_failure(m: int, d: int, delta: float) -> float:
-    """E‖QᵀΠᵀΠQ − I‖²_F ≤ d(d+1)/m for orthonormal Q, whatever s is; then Markov's inequality."""
-    return min(1.0, d * (d + 1) / (m * delta**2))
-
-
-def chi_square_tail(degrees: int, delta: float) -> float:
-    """P(χ²/degrees > 1 + δ) ≤ exp(−degrees·(δ − ln(1+δ))/2)."""
-    return math.exp(-degrees * (delta - math.log1p(delta)) / 2)
-
-
-def chernoff_exponent(delta: float) -> float:
-    """(1+δ)·ln(1+δ) − δ, for δ > −1; 1 at −1 and below, where the lower tail is empty."""
-    return (1 + delta) * math.log1p(delta) - delta if delta > -1 else 1.0
-
-
 def padded(n: int) -> int:
     """The power of two at or above n."""
     return 1 << max(0, (n - 1).bit_length())
@@ -426,10 +406,6 @@ def walsh(rows: Tensor) -> Tensor:
         rows = torch.stack([first + second, first - second], 2).reshape(heads, length, d)
         step *= 2
     return rows
-
-
-# Where the probability that a row of H·D·Q is long is traded against the rest.
-_BETAS = [10.0**-power for power in range(1, 19)]
 
 
 def _require_rows(m: int) -> None:

@@ -16,6 +16,7 @@ from levattention.gram import heads_first, quadratic_forms, resolve_rtol, total_
 from levattention.losses import Power
 from levattention.scorers.leverage import factor_keys, leverage_scores
 from levattention.sketches import CountSketch, Sketch, require_sketch
+from levattention.tails import chi_square_quantile
 
 # The share of the noise floor in the form that rows are scored by: it keeps that form regular, at 1 % more candidates.
 FLOOR_SHARE = 0.01
@@ -164,14 +165,3 @@ class RightSketch:
         mixer = torch.randn(keys.shape[-1], self.columns, dtype=torch.float64, generator=generator).to(keys.device)
         mixed = keys.double() @ mixer
         return leverage_scores(mixed.to_dense() if is_csr(mixed) else mixed)
-
-
-def chi_square_quantile(degrees: int, probability: float) -> float:
-    """x with P(χ² ≤ x) = probability, by bisection."""
-    low, high = 0.0, float(degrees)
-    half = torch.tensor(degrees / 2, dtype=torch.float64)
-    for _ in range(200):
-        middle = (low + high) / 2
-        below = float(torch.special.gammainc(half, torch.tensor(middle / 2, dtype=torch.float64))) < probability
-        low, high = (middle, high) if below else (low, middle)
-    return low
