@@ -73,7 +73,7 @@ def grid_of_heads(
 ) -> tuple[Figure, Any]:
     """A figure with a panel for each head, a row for each layer (a column if turned), and its axes [layer, head]."""
     rows, columns = (heads, depth) if turned else (depth, heads)
-    figure, axes = panels(rows, columns, panel, gap, left=0.4, top=0.65)
+    figure, axes = panels(rows, columns, panel, gap, left=0.4, top=0.42 + 1.1 * gap)
     figure.suptitle(
         heading, fontsize=9.5, x=0.4 / figure.get_figwidth(), y=1 - 0.08 / figure.get_figheight(), ha="left"
     )
