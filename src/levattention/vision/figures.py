@@ -39,13 +39,44 @@ def titles(found: Structure) -> dict[str, str]:
     }
 
 
-def grid_of_heads(depth: int, heads: int, panel: tuple[float, float], turned: bool = False) -> tuple[Figure, Any]:
-    """A figure with a panel for each head, a row for each layer (a column if turned), and its axes [layer, head]."""
+def panels(
+    rows: int, columns: int, panel: tuple[float, float], gap: float, left: float, top: float
+) -> tuple[Figure, Any]:
+    """A figure of equal panels, sized in inches, and its axes.
+
+    Laid out by hand: matplotlib's own layout of a hundred panels takes as long as all else together.
+    """
     from matplotlib.figure import Figure
 
+    right, bottom = 0.1, 0.3
+    wide, high = columns * panel[0] + left + right, rows * panel[1] + top + bottom
+    figure = Figure(figsize=(wide, high))
+    axes = figure.subplots(
+        rows,
+        columns,
+        squeeze=False,
+        gridspec_kw={
+            "left": left / wide,
+            "right": 1 - right / wide,
+            "bottom": bottom / high,
+            "top": 1 - top / high,
+            # In shares of the panels' own size.
+            "wspace": 0.1 / (panel[0] - 0.1),
+            "hspace": gap / (panel[1] - gap),
+        },
+    )
+    return figure, axes
+
+
+def grid_of_heads(
+    depth: int, heads: int, panel: tuple[float, float], gap: float, heading: str, turned: bool = False
+) -> tuple[Figure, Any]:
+    """A figure with a panel for each head, a row for each layer (a column if turned), and its axes [layer, head]."""
     rows, columns = (heads, depth) if turned else (depth, heads)
-    figure = Figure(figsize=(0.5 + panel[0] * columns, 0.7 + panel[1] * rows), layout=close_set())
-    axes = figure.subplots(rows, columns, squeeze=False)
+    figure, axes = panels(rows, columns, panel, gap, left=0.4, top=0.42 + 1.1 * gap)
+    figure.suptitle(
+        heading, fontsize=9.5, x=0.4 / figure.get_figwidth(), y=1 - 0.08 / figure.get_figheight(), ha="left"
+    )
     for row in range(rows):
         axes[row, 0].set_ylabel(f"head {row + 1}" if turned else f"layer {row + 1}", fontsize=8)
     for column in range(columns):
@@ -53,26 +84,20 @@ def grid_of_heads(depth: int, heads: int, panel: tuple[float, float], turned: bo
     return figure, axes.T if turned else axes
 
 
-def close_set() -> Any:
-    """A layout with little room between the panels."""
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    return ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02, wspace=0.02, hspace=0.02)
-
-
 def draw_histograms(found: Structure, kind: str) -> Figure:
     """The distribution of one mass over queries, a panel for each layer and head, as in the paper's appendix."""
     place, which = found.layout, KINDS.index(kind)
     shares, means = found.coarse()[which].numpy(), found.means[which].numpy()
-    panel = (max(0.95, 6.6 / place.heads), 0.72)
-    figure, axes = grid_of_heads(place.depth, place.heads, panel)
+    panel, heading = (max(0.95, 6.6 / place.heads), 0.72), f"{titles(found)[kind]}; printed: its mean"
+    figure, axes = grid_of_heads(place.depth, place.heads, panel, 0.1, heading)
     edges = [i / COARSE for i in range(COARSE)]
     for layer in range(place.depth):
         for head in range(place.heads):
             one = axes[layer, head]
             one.bar(edges, shares[layer, head], width=1 / COARSE, align="edge", color=INK, linewidth=0)
             one.axvline(float(found.uniform[which]), color=RED, linestyle=":", linewidth=1)
-            one.set(xlim=(0, 1), yticks=[], xticks=[0, 0.5, 1])
+            one.set(xlim=(0, 1), yticks=[])
+            one.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
             one.tick_params(labelsize=7, length=2, labelbottom=layer == place.depth - 1)
             one.spines[["top", "right", "left"]].set_visible(False)
             # Room above the bars for the number.
@@ -80,7 +105,6 @@ def draw_histograms(found: Structure, kind: str) -> Figure:
             one.text(
                 0.98, 0.98, f"{means[layer, head]:.2f}", transform=one.transAxes, ha="right", va="top", fontsize=7.5
             )
-    figure.suptitle(f"{titles(found)[kind]}; printed: its mean", fontsize=9.5, x=0.02, ha="left")
     return figure
 
 
@@ -88,7 +112,8 @@ def draw_maps(maps: Tensor, place: Layout, heading: str) -> Figure:
     """A map of the patches for each layer and head, (L, H, n); printed above each, the value of the class token."""
     turned = place.depth > 2 * place.heads
     wide = max(0.8, 7.0 / (place.depth if turned else place.heads))
-    figure, axes = grid_of_heads(place.depth, place.heads, (wide, wide * place.h / place.w + 0.2), turned)
+    panel = (wide, (wide - 0.1) * place.h / place.w + 0.22)
+    figure, axes = grid_of_heads(place.depth, place.heads, panel, 0.22, heading, turned)
     for layer in range(place.depth):
         for head in range(place.heads):
             one, values = axes[layer, head], maps[layer, head].numpy()
@@ -98,7 +123,6 @@ def draw_maps(maps: Tensor, place: Layout, heading: str) -> Figure:
             if place.prefix:
                 above = one.get_title()
                 one.set_title(f"{above}\nclass {float(values[0]):.3g}".strip(), fontsize=7, pad=2)
-    figure.suptitle(heading, fontsize=9.5, x=0.02, ha="left")
     return figure
 
 
@@ -126,13 +150,11 @@ def draw_neighbourhood(image: Tensor, place: Layout, radius: int) -> Figure:
 
 def draw_universal(images: Sequence[Tensor], found: Structure, layers: Iterable[int] | None = None) -> Figure:
     """Images with their universal keys: the lighter a patch, the more heads of the layer have it in U."""
-    from matplotlib.figure import Figure
-
     place, universal = found.layout, found.examples[1].double()
     chosen = list(spread_over(place.depth) if layers is None else layers)
     columns = 1 + len(chosen)
-    figure = Figure(figsize=(1.45 * columns + 0.3, 1.5 * len(images) * place.h / place.w + 0.5), layout=close_set())
-    axes = figure.subplots(len(images), columns, squeeze=False)
+    panel = (1.45, 1.35 * place.h / place.w + 0.1)
+    figure, axes = panels(len(images), columns, panel, 0.1, left=0.1, top=0.3)
     for row, image in enumerate(images):
         show_image(axes[row, 0], image, place)
         for column, layer in enumerate(chosen, 1):
