@@ -153,4 +153,5 @@ def _solve(keys: Tensor, p: float, done: Done) -> Sensitivities:
         rows = (~done(bounds.lower, bounds.upper)).nonzero().squeeze(-1)
         if len(rows):
             tighten(Dual.of(dense[place], element, p), rows, bounds, done)
-    return Sensitivities(lower, upper)
+    # Where both are σ itself, rounding may leave them an ulp the wrong way round.
+    return Sensitivities(torch.minimum(lower, upper), upper)
