@@ -2,8 +2,8 @@
 
     python experiments/vit/embed.py --data fashion-mnist --softmax runs/softmax --leverage runs/leverage_32
 
-Each model is tested as it is stored, in fp16, on the whole test set and on the images that are packed; both figures go
-into its metadata and are printed.
+Either model may be left out. Each is tested as it is stored, in fp16, on the whole test set and on the images that are
+packed; both figures go into its metadata and are printed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def main() -> None:
     """Packs the images, stores and tests the models."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with Fashion-MNIST's idx files")
-    parser.add_argument("--softmax", type=Path, required=True, help="folder of the run with full attention")
-    parser.add_argument("--leverage", type=Path, required=True, help="folder of the run with leverage top-32")
+    parser.add_argument("--softmax", type=Path, help="folder of the run with full attention")
+    parser.add_argument("--leverage", type=Path, help="folder of the run with leverage top-32")
     parser.add_argument("--out", type=Path, default=Path("src/levattention/assets"))
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
@@ -53,6 +53,8 @@ def main() -> None:
     shown = balanced(whole, EACH)
     pack_images(shown, given.out / IMAGES)
     for name, run in zip(MODELS, (given.softmax, given.leverage), strict=True):
+        if run is None:
+            continue
         model, preprocess = load_vit(run)
         found = {"right_of_1000": right(model, shown, preprocess), "right_of_10000": right(model, whole, preprocess)}
         about = read_checkpoint(run)
@@ -71,6 +73,8 @@ def main() -> None:
             )
         )
     for file, limit in LIMITS.items():
+        if not (given.out / file).is_file():
+            continue
         size = (given.out / file).stat().st_size
         print(f"{file}: {size:,} bytes")
         if size > limit:

@@ -1,7 +1,8 @@
 """The two small ViTs that come with the package: six layers, six heads, 197 tokens, Fashion-MNIST.
 
 The geometry is the paper's (28 × 28 images in patches of 2 make the same 14 × 14 grid as 224 × 224 in patches of 16),
-the width such that one CPU core trains it in an hour.
+the width such that one CPU core trains it in an hour. `experiments/vit/embed.py` puts them into the package. Figures
+are of the models as stored there, in fp16, seed 0, one run each, on an AMD EPYC that was shared with other work.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ TINY = Shape(image=28, patch=2, channels=1, classes=10, hidden=96, layers=6, hea
 
 
 def softmax() -> Recipe:
-    """Full attention.
+    """Full attention. 68 minutes on half a CPU core, 85.52 % of the 10,000 test images.
 
     levattention vit train experiments/vit/configs/fashion_tiny.py:softmax --data fashion-mnist --out runs/softmax
     """
@@ -33,7 +34,7 @@ def softmax() -> Recipe:
 
 
 def leverage_32() -> Recipe:
-    """Leverage top-32 after 15 % of the steps with full attention.
+    """Leverage top-32 after 15 % of the steps with full attention. 66 minutes, 83.13 %.
 
     levattention vit train experiments/vit/configs/fashion_tiny.py:leverage_32 --data fashion-mnist --out runs/leverage
     """
