@@ -13,7 +13,7 @@ from levattention.cli.app import app, notices, require_extra, screen
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for report.html and its first picture.")] = Path("demo-out"),
-    images: Annotated[int, typer.Option(min=1, help="Test images that every selector is measured on.")] = 250,
+    images: Annotated[int, typer.Option(min=1, help="Test images that every selector is measured on.")] = 200,
 ) -> None:
     """Attack a universal set, measure two small vision transformers under every selector, and write one HTML report."""
     require_extra("vit", "transformers", "matplotlib", "PIL")
