@@ -5,6 +5,9 @@ Named entry points take plain tensors, so that their own error messages are what
 
 from jaxtyping import install_import_hook
 
+import interpreter
+
+interpreter.prepare()
 install_import_hook("levattention", "shapecheck.check")
 
 import pytest  # noqa: E402

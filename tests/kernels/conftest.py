@@ -1,29 +1,12 @@
-"""Runs the kernels on the GPU where there is one, and otherwise on the CPU under Triton's interpreter.
+"""On the GPU where there is one, and otherwise on the CPU under Triton's interpreter (tests/interpreter.py)."""
 
-Triton decides when it is first imported, so the variable is set before any test of this folder is collected.
-"""
-
-import importlib
 import importlib.util
-import os
-import sys
 
 import pytest
 import torch
 
-import interpreter
-
 if importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
-else:
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
-        interpreter.repair()
-    # Triton reads a kernel's source and globals, so kernels are imported without the hook that checks shapes.
-    hooked = sys.meta_path
-    sys.meta_path = [finder for finder in hooked if "jaxtyping" not in type(finder).__module__]
-    importlib.import_module("levattention.kernels.fused")
-    sys.meta_path = hooked
 
 
 @pytest.fixture(scope="session")

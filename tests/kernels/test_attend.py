@@ -155,17 +155,14 @@ def test_gram_takes_the_precise_kernel(routes, device):
 
 
 COMPILE = """
-    import os, sys
+    import sys
     import torch
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
-        sys.path.insert(0, "tests/kernels")
-        import interpreter
-        interpreter.repair()
+    sys.path.insert(0, "tests")
+    import interpreter
+    interpreter.prepare()
     import levattention as la
     from levattention import kernels
     from levattention.residuals import Cluster
-    import levattention.kernels.fused
     if not torch.cuda.is_available():
         kernels.preferred = lambda tensor: True
     device = "cuda" if torch.cuda.is_available() else "cpu"
