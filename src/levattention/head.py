@@ -72,12 +72,7 @@ class Head:
 
     def over_keys(self, chosen: UniversalSet, every_slot_valid: bool) -> Part:
         """Every query over the chosen keys, gathered inside the kernel."""
-        valid = None if every_slot_valid else chosen.valid
-        return self._part(
-            kernels.gathered_attention(
-                self.queries.flatten(1, 2), self.k, self.v, chosen.index, scale=self.scale, valid=valid
-            )
-        )
+        return self._gathered(self.k, self.v, chosen.index, valid=None if every_slot_valid else chosen.valid)
 
     def over(self, slots: Slots, band: Window | None) -> Part:
         """Every query over the same slots, and over its own local keys."""
@@ -85,11 +80,7 @@ class Head:
         if band is None and self.fused():
             keys, values = (rows.to(self.k.dtype) for rows in (slots.keys, slots.values))
             every = torch.arange(keys.shape[-2], device=keys.device).expand(keys.shape[:-1])
-            return self._part(
-                kernels.gathered_attention(
-                    self.queries.flatten(1, 2), keys, values, every, slots.log_weight, scale=self.scale
-                )
-            )
+            return self._gathered(keys, values, every, slots.log_weight)
         if band is None:
             return self._see(slice(0, m), slots)
         parts = []
@@ -171,10 +162,13 @@ class Head:
         share = torch.where(seen, part.lse, 0.0).double().exp() / torch.where(seen, total, 1.0)
         return part.out * torch.where(seen, share, 0.0).unsqueeze(-1).to(part.out.dtype)
 
-    def _part(self, found: tuple[Tensor, Tensor]) -> Part:
-        """What the kernels give for (B, H, ...), by key heads and the groups that share them."""
-        heads = self.queries.shape[1:3]
-        return Part(found[0].unflatten(1, heads), found[1].unflatten(1, heads))
+    def _gathered(
+        self, k: Tensor, v: Tensor, index: Tensor, log_weight: Tensor | None = None, *, valid: Tensor | None = None
+    ) -> Part:
+        """Every query over rows of k and v by the kernel, whose (B, H, ...) is parted by key heads and their groups."""
+        queries, heads = self.queries.flatten(1, 2), self.queries.shape[1:3]
+        out, lse = kernels.gathered_attention(queries, k, v, index, log_weight, scale=self.scale, valid=valid)
+        return Part(out.unflatten(1, heads), lse.unflatten(1, heads))
 
     def _places(self, rows: slice) -> Tensor:
         """The positions of some queries."""

@@ -6,8 +6,9 @@ Each stage is one small file, and each has a plain torch twin that the tests use
 - `whiten(gram)`: P with leverage τ_i = ‖k_i P‖²;
 - `leverage(keys, P, mask)`: τ, the second read of the keys;
 - `top_k(scores, k)`: the positions of the k largest scores;
-- `short_top_k(keys, k, mask)`: all four in one launch, for at most 1,024 keys;
-- `select(keys, k, mask)`: the positions of the k keys of largest leverage, by whichever route fits the shape;
+- `short_top_k(keys, k, mask)`: the last two in one launch, for at most 1,024 keys;
+- `ranked(keys, k, mask)`: the positions of the k keys of largest leverage and every score, by whichever route fits;
+- `select(keys, k, mask)`: those positions alone;
 - `gathered_attention(q, k, v, index)`: softmax attention over the selected rows, with gradients;
 - `top_k_attention(q, k, v, top_k)`: the whole of it.
 
