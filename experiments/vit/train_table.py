@@ -3,8 +3,9 @@
     python experiments/vit/train_table.py --data cifar10 --out runs
 
 Runs `levattention vit train` for each row and seed (rows that are finished are left as they are, one that was stopped
-goes on), tests every softmax-trained model under each selector without training, and writes table.md and table.json to
-`out` after every row. Accuracy is the mean over seeds; ± is half of its 95 % interval by Student's t.
+goes on), `--jobs` at a time and every row's first seed before any second one; tests every softmax-trained model under
+each selector without training; and writes table.md and table.json to `out` after each of these. Accuracy is the mean
+over seeds; ± is half of its 95 % interval by Student's t.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import json
 import math
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from levattention.vision.runfolder import read_metrics
 HERE = Path(__file__).resolve().parent
 P2 = ["leverage_32", "leverage_64", "leverage_128", "norm_32", "random_32", "cluster_32"]
 ROWS = ["p2_softmax", *(f"p2_{name}" for name in P2), "p1_softmax", *(f"p1_{name}" for name in P2)]
+MAIN = ["p2_softmax", "p2_leverage_32", "p2_norm_32", "p2_random_32"]
 # The 97.5 % points of Student's t with 1, 2, … degrees of freedom.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 BUDGETS = (32, 64, 128)
@@ -65,7 +69,7 @@ def untrained(folder: Path, given: argparse.Namespace) -> dict[str, float]:
         return json.loads(kept.read_text())
     model, preprocess = load_vit(folder)
     model.to("cpu" if given.cpu else "cuda")
-    images = open_images(given.data, split="test", count=given.test_count)
+    images = open_images(given.data, split="test", count=given.selector_count or given.test_count)
     rows = evaluate(model, images, preprocess, selectors=SELECTORS, budgets=BUDGETS, batch=100)
     found = {f"{row['method']} {row['top_k']}": row["top1"] for row in rows if row["top_k"] is not None}
     kept.write_text(json.dumps(found, indent=1))
@@ -94,6 +98,24 @@ def write(out: Path, results: dict[str, dict[str, Any]], lossy: bool) -> None:
     (out / "table.md").write_text("\n".join(lines) + "\n")
 
 
+def table(given: argparse.Namespace, found: dict[tuple[str, int], tuple[dict[str, Any], dict[str, float]]]) -> None:
+    """Write what has been found so far: the rows in the order asked for, then softmax under every selector."""
+    trained: dict[str, dict[str, Any]] = {}
+    tested: dict[str, dict[str, Any]] = {}
+    for row in given.rows:
+        for seed in given.seeds:
+            if (row, seed) not in found:
+                continue
+            last, selectors = found[row, seed]
+            mine = trained.setdefault(row, {"top1": {}, "seconds": last["seconds"]})
+            mine["top1"][str(seed)] = last["top1"]
+            for name, top1 in selectors.items():
+                other = tested.setdefault(f"{row}, tested with {name}", {"top1": {}, "seconds": 0.0})
+                other["top1"][str(seed)] = top1
+    # WebP sheets are taken to be compressed with loss, as those of the measured runs are.
+    write(given.out, trained | tested, any(given.data.glob("*.webp")))
+
+
 def main() -> None:
     """Trains every row."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -101,29 +123,33 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recipes", type=Path, default=HERE / "configs" / "cifar.py")
     parser.add_argument("--rows", nargs="+", default=ROWS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of rows that start with p2_")
-    parser.add_argument("--other-seeds", type=int, nargs="+", default=[0], help="of the other rows")
+    parser.add_argument("--main", nargs="+", default=MAIN, help="rows trained with every seed; others with the first")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
     parser.add_argument("--set", nargs="*", default=[], help="NAME=VALUE for every recipe")
     parser.add_argument("--count", type=int, help="train on the first so many images")
     parser.add_argument("--test-count", type=int, help="test on the first so many images")
+    parser.add_argument("--selector-count", type=int, help="the same for softmax-trained models under every selector")
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    # WebP sheets are taken to be compressed with loss, as those of the measured runs are.
-    lossy = any(given.data.glob("*.webp"))
-    results: dict[str, dict[str, Any]] = {}
-    for row in given.rows:
-        for seed in given.seeds if row.startswith("p2_") else given.other_seeds:
-            started = time.perf_counter()
-            last = run(row, seed, given)
-            found = results.setdefault(row, {"top1": {}, "seconds": last["seconds"]})
-            found["top1"][str(seed)] = last["top1"]
-            if row.endswith("softmax"):
-                for name, top1 in untrained(given.out / f"{row}-seed{seed}", given).items():
-                    other = results.setdefault(f"{row}, tested with {name}", {"top1": {}, "seconds": 0.0})
-                    other["top1"][str(seed)] = top1
-            write(given.out, results, lossy)
-            print(f"{row}, seed {seed}: {100 * last['top1']:.2f} % ({time.perf_counter() - started:.0f} s)", flush=True)
+    found: dict[tuple[str, int], tuple[dict[str, Any], dict[str, float]]] = {}
+    lock = threading.Lock()
+
+    def one(row: str, seed: int) -> None:
+        started = time.perf_counter()
+        last = run(row, seed, given)
+        selectors = untrained(given.out / f"{row}-seed{seed}", given) if row.endswith("softmax") else {}
+        with lock:
+            found[row, seed] = last, selectors
+            table(given, found)
+        print(f"{row}, seed {seed}: {100 * last['top1']:.2f} % ({time.perf_counter() - started:.0f} s)", flush=True)
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        firsts = [(row, given.seeds[0]) for row in given.rows]
+        others = [(row, seed) for seed in given.seeds[1:] for row in given.rows if row in given.main]
+        for done in [pool.submit(one, *which) for which in firsts + others]:
+            done.result()
 
 
 if __name__ == "__main__":
