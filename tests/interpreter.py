@@ -17,7 +17,8 @@ def prepare():
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
         repair()
-    importlib.import_module("levattention.kernels.fused")
+    for name in ("fused", "prefill"):
+        importlib.import_module(f"levattention.kernels.{name}")
 
 
 def repair():

@@ -44,6 +44,33 @@ def attention(q, k, v, index, bias=None, *, scale, valid=None):
     return weights @ vg, lse
 
 
+def causal_weights(index, valid, m, n, *, chunk, reach=0, mask=None):
+    """Which keys each query of causal attention sees, (B, Hkv, m, n) bool, built one chunk and query at a time."""
+    b, kv_heads, sets, _ = index.shape
+    seen = torch.zeros(b, kv_heads, m, n, dtype=torch.bool, device=index.device)
+    for t in range(m):
+        i, before = t + n - m, t // chunk * chunk + n - m
+        for j in range(b):
+            for h in range(kv_heads):
+                turn = t // chunk if sets > 1 else 0
+                kept = index[j, h, turn][valid[j, h, turn]]
+                seen[j, h, t, kept[kept < before]] = True
+        seen[:, :, t, max(min(before, i - reach), 0) : i + 1] = True
+    return seen if mask is None else seen & mask.expand(b, kv_heads, n).unsqueeze(2)
+
+
+def masked_attention(q, k, v, seen, *, scale):
+    """softmax(scale·qKᵀ)V over the keys that are seen, (B, Hkv, m, n), and its logsumexp, in the type of the inputs."""
+    hidden = ~seen.any(2).unsqueeze(-1)
+    k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+    group = q.shape[1] // k.shape[1]
+    kg, vg, seen = (x.repeat_interleave(group, 1) for x in (k, v, seen))
+    logits = (scale * q @ kg.mT).masked_fill(~seen, float("-inf"))
+    empty = ~seen.any(-1, keepdim=True)
+    lse = logits.masked_fill(empty, 0.0).logsumexp(-1).masked_fill(empty.squeeze(-1), float("-inf"))
+    return logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0) @ vg, lse
+
+
 def conditioned(shape, kappa, generator, dtype=torch.float64, device="cpu"):
     """(*batch, n, d) keys whose singular values fall geometrically from κ to 1, in a random basis."""
     *batch, n, d = shape

@@ -10,6 +10,7 @@ Each stage is one small file, and each has a plain torch twin that the tests use
 - `ranked(keys, k, mask)`: the positions of the k keys of largest leverage and every score, by whichever route fits;
 - `select(keys, k, mask)`: those positions alone;
 - `gathered_attention(q, k, v, index)`: softmax attention over the selected rows, with gradients;
+- `causal_attention(q, k, v, index, valid)`: the same for causal queries, each over its chunk's set and its local keys;
 - `top_k_attention(q, k, v, top_k)`: the whole of it.
 
 This package is the bottom layer: it imports torch and Triton only, and Triton only when a kernel is first used.
@@ -31,6 +32,7 @@ _HOME = {
     "ranked": "fused",
     "select": "fused",
     "gathered_attention": "attention",
+    "causal_attention": "prefill",
     "top_k_attention": "fused",
 }
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from .attention_backward import backward
 from .common import dot, eager, launch, next_power, padded_dim, precision, row_splits
-from .slots import gather, slots
+from .slots import absorb, finished, gather, slots
 
 
 @triton.jit
@@ -76,19 +76,9 @@ def _forward_kernel(
                 v = gather(v_ptr, source, usable, svn, svd, d, D)
                 s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_C], tl.float32), PRECISION) * scale2
                 s = tl.where(usable[None, :], s + bias[None, :], float("-inf"))
-                higher = tl.maximum(top, tl.max(s, axis=1))
-                reference = tl.where(higher == float("-inf"), 0.0, higher)
-                p = tl.exp2(s - reference[:, None])
-                shrink = tl.exp2(top - reference)
-                total = total * shrink + tl.sum(p, axis=1)
-                acc = dot(p.to(dtype), v, acc * shrink[:, None], PRECISION)
-                top = higher
-            top = tl.where(top == float("-inf"), 0.0, top)
-        # With no usable slot the sum is 0: the output is 0 and its logarithm −inf.
-        some = tl.where(total > 0, total, 1.0)
-        out = acc * (1.0 / some)[:, None]
+                top, total, acc = absorb(s, v, top, total, acc, PRECISION)
+        out, lse = finished(top, total, acc)
         tl.store(out_ptr + row[:, None] * som + col[None, :] * sod, out.to(dtype), mask=inside)
-        lse = tl.where(total > 0, (top + tl.log2(some)) * 0.6931471805599453, float("-inf"))
         tl.store(lse_ptr + head * m + here, lse, mask=here < hi)
         q_ptr += BLOCK_M * sqm
         out_ptr += BLOCK_M * som

@@ -1,0 +1,206 @@
+"""Causal attention in one launch: every query over its local keys and the set of the keys before its chunk.
+
+Queries stand at the end of the keys, query t at i = t + n − m, and go in chunks. With `before` the first position of
+its chunk, a query sees key j ≤ i if j ≥ before or i − j ≤ reach, and of its chunk's set the keys j < before that are
+not that near, so that no key counts twice. A program takes a tile of one chunk's queries and walks once over the local
+keys, a straight run of memory, and once over the gathered slots. Work and memory are linear in n.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import dot, eager, launch, next_power, padded_dim, precision
+from .slots import absorb, finished, gather, slots
+
+
+@triton.jit
+def local_run(first, last, before, reach, HAS_MASK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(start, full, edge, stop) of the keys local to queries first … last of one chunk.
+
+    Tiles begin at `start`; every query sees the whole of those from `full` to `edge`, the others need a mask.
+    """
+    start = tl.maximum(tl.minimum(before, first - reach), 0)
+    full = start + tl.cdiv(tl.maximum(tl.minimum(before, last - reach) - start, 0), BLOCK_N) * BLOCK_N
+    edge = tl.maximum(start + (first + 1 - start) // BLOCK_N * BLOCK_N, full)
+    if HAS_MASK:
+        full = start
+        edge = start
+    return start, full, edge, last + 1
+
+
+@triton.jit
+def sees(here, key, before, reach):
+    """Which keys are local to which queries, by position."""
+    distance = here[:, None] - key[None, :]
+    return (distance >= 0) & ((key >= before)[None, :] | (distance <= reach))
+
+
+@triton.jit
+def _tile(ptr, at, inside, stride_n, stride_d, D: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows at … at + BLOCK_N. 64 bits to the first of them, so that offsets inside a tile fit in 32."""
+    offsets = tl.arange(0, BLOCK_N)[:, None] * stride_n + tl.arange(0, D)[None, :] * stride_d
+    return tl.load(ptr + at * stride_n + offsets, mask=inside, other=0.0)
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr, k_ptr, v_ptr, index_ptr, valid_ptr, mask_ptr, out_ptr, lse_ptr,
+    m, n, c, d, heads, group, chunk, reach, scale, set_stride, set_step,
+    sqb, sqh, sqm, sqd, skb, skh, skn, skd, svb, svh, svn, svd, sob, soh, som, sod, smb, smh, smn,
+    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(chunk, BLOCK_M)
+    turn = tl.program_id(0) // tiles
+    lo = turn * chunk + tl.program_id(0) % tiles * BLOCK_M
+    hi = tl.minimum((turn + 1) * chunk, m)
+    if lo >= hi:
+        return
+    head = tl.program_id(1).to(tl.int64)
+    batch = head // heads
+    q_head = head % heads
+    kv_head = q_head // group
+    q_ptr += batch * sqb + q_head * sqh + lo.to(tl.int64) * sqm
+    out_ptr += batch * sob + q_head * soh + lo.to(tl.int64) * som
+    k_ptr += batch * skb + kv_head * skh
+    v_ptr += batch * svb + kv_head * svh
+    mask_ptr += batch * smb + kv_head * smh
+    own = (batch * (heads // group) + kv_head) * set_stride + turn * set_step
+    index_ptr += own
+    valid_ptr += own
+
+    shift = n - m
+    before = turn * chunk + shift
+    first = lo + shift
+    last = tl.minimum(lo + BLOCK_M, hi) - 1 + shift
+    row = tl.arange(0, BLOCK_M)
+    col = tl.arange(0, D)
+    here = first + row
+    inside = (lo + row < hi)[:, None] & (col < d)[None, :]
+    q = tl.load(q_ptr + row[:, None] * sqm + col[None, :] * sqd, mask=inside, other=0.0)
+    scale2 = scale * 1.4426950408889634
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+
+    step = tl.arange(0, BLOCK_N)
+    start, full, edge, stop = local_run(first, last, before, reach, HAS_MASK, BLOCK_N)
+    for at in range(full.to(tl.int64), edge, BLOCK_N):
+        k = _tile(k_ptr, at, (col < d)[None, :], skn, skd, D, BLOCK_N)
+        v = _tile(v_ptr, at, (col < d)[None, :], svn, svd, D, BLOCK_N)
+        s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION) * scale2
+        top, total, acc = absorb(s, v, top, total, acc, PRECISION)
+    # The tiles left over lie before those and after them.
+    ahead = tl.cdiv(tl.minimum(full, stop) - start, BLOCK_N)
+    for tile in range(0, ahead + tl.cdiv(tl.maximum(stop - edge, 0), BLOCK_N)):
+        at = tl.where(tile < ahead, start + tile * BLOCK_N, edge + (tile - ahead) * BLOCK_N).to(tl.int64)
+        key = at.to(tl.int32) + step
+        seen = key <= last
+        if HAS_MASK:
+            seen = seen & (tl.load(mask_ptr + (at + step) * smn, mask=seen, other=0) != 0)
+        k = _tile(k_ptr, at, seen[:, None] & (col < d)[None, :], skn, skd, D, BLOCK_N)
+        v = _tile(v_ptr, at, seen[:, None] & (col < d)[None, :], svn, svd, D, BLOCK_N)
+        s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION) * scale2
+        s = tl.where(sees(here, key, before, reach) & seen[None, :], s, float("-inf"))
+        top, total, acc = absorb(s, v, top, total, acc, PRECISION)
+    # Before the first key there is no set.
+    for c0 in range(0, tl.where(before > 0, c, 0), BLOCK_C):
+        source, _, usable = slots(index_ptr, index_ptr, valid_ptr, c0, c, False, True, BLOCK_C)
+        usable = usable & (source < before)
+        k = gather(k_ptr, source, usable, skn, skd, d, D)
+        v = gather(v_ptr, source, usable, svn, svd, d, D)
+        s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_C], tl.float32), PRECISION) * scale2
+        far = here[:, None] - source.to(tl.int32)[None, :] > reach
+        s = tl.where(usable[None, :] & far, s, float("-inf"))
+        top, total, acc = absorb(s, v, top, total, acc, PRECISION)
+
+    out, lse = finished(top, total, acc)
+    tl.store(out_ptr + row[:, None] * som + col[None, :] * sod, out.to(q_ptr.dtype.element_ty), mask=inside)
+    tl.store(lse_ptr + head * m + lo + row, lse, mask=lo + row < hi)
+
+
+def _config(c, chunk, d, dtype):
+    """(queries of a tile, keys of a tile, slots of a block, warps, stages)."""
+    padded, wide = padded_dim(d), dtype == torch.float32
+    if wide:
+        queries, keys, warps, stages = (64 if padded <= 128 else 32), (32 if padded <= 128 else 16), 4, 2
+    elif padded > 128:
+        queries, keys, warps, stages = 64, 64, 4, 2
+    else:
+        queries, keys, warps, stages = 128, 64, 8 if padded == 128 else 4, 3
+    return min(queries, max(16, next_power(chunk))), keys, min(keys, max(16, next_power(c))), warps, stages
+
+
+def _prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor, valid: torch.Tensor,
+    mask: torch.Tensor | None, chunk: int, reach: int, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    b, heads, m, d = q.shape
+    kv_heads, n = k.shape[1:3]
+    sets, c = index.shape[2:]
+    block_m, block_n, block_c, warps, stages = _config(c, chunk, d, q.dtype)
+    out = torch.empty_like(q)
+    lse = q.new_empty((b, heads, m), dtype=torch.float32)
+    index, valid = index.contiguous(), valid.contiguous()
+    seen = k[..., 0] if mask is None else mask.expand(k.shape[:3])
+    launch(
+        _prefill_kernel, (triton.cdiv(m, chunk) * triton.cdiv(chunk, block_m), b * heads),
+        (q, k, v, index, valid, seen, out, lse),
+        (m, n, c, d, heads, heads // kv_heads, chunk, reach, scale, sets * c, c if sets > 1 else 0,
+         *q.stride(), *k.stride(), *v.stride(), *out.stride(), *seen.stride()),
+        {"HAS_MASK": mask is not None, "PRECISION": precision(q.dtype),
+             "D": padded_dim(d), "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_C": block_c},
+        warps=warps, stages=stages,
+    )  # fmt: skip
+    return out, lse
+
+
+_prefill_op = torch.library.custom_op("levattention::causal_attention", _prefill, mutates_args=())
+
+
+@_prefill_op.register_fake
+def _(q, k, v, index, valid, mask, chunk, reach, scale):
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def causal_attention(q, k, v, index, valid, *, chunk, reach=0, scale, mask=None):
+    """Causal softmax attention over local keys and each chunk's set, and the logarithm of the softmax's sum.
+
+    Args:
+        q: (B, Hq, m, d), the last m of n positions, m ≤ n.
+        k: (B, Hkv, n, d), Hq a multiple of Hkv; any strides.
+        v: (B, Hkv, n, d).
+        index: (B, Hkv, chunks, c) int64, the set of each chunk of queries, or (B, Hkv, 1, c), one for all. Keys at or
+            after the first position of a chunk are passed over there. Valid slots of a chunk hold distinct rows.
+        valid: the same shape, bool; False excludes the slot, whatever its index.
+        chunk: queries of a chunk, whose own causal block they see.
+        reach: how far before it a query sees every key besides.
+        scale: factor of the logits.
+        mask: (B, Hkv, n) bool or what broadcasts to it: which keys may be seen locally. The set must hold no other.
+
+    Returns:
+        (out, lse): (B, Hq, m, d) of q's type and strides, and (B, Hq, m) fp32; zeros and −inf where no key is seen.
+
+    Raises:
+        ValueError: the shapes or types do not fit.
+    """
+    m, n = q.shape[2], k.shape[2]
+    if q.shape[1] % k.shape[1] or k.shape != v.shape or q.shape[-1] != k.shape[-1] or q.shape[0] != k.shape[0]:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
+    if m > n:
+        raise ValueError(f"q: expected at most the n = {n} keys' positions, got m = {m}")
+    if chunk < 1 or reach < 0:
+        raise ValueError(f"chunk, reach: expected chunk >= 1 and reach >= 0, got {chunk} and {reach}")
+    if index.shape[:2] != k.shape[:2] or index.shape[2] not in (1, -(-m // chunk)) or valid.shape != index.shape:
+        raise ValueError(
+            f"index, valid: expected {(*k.shape[:2], -(-m // chunk), 'c')}, got {tuple(index.shape)} and "
+            f"{tuple(valid.shape)}"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v: expected one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
+    # No query is further than n from a key; a larger reach would only overflow.
+    reach = min(reach, n)
+    if scale < 0:
+        q, scale = -q, -scale
+    return (_prefill if eager(q) else _prefill_op)(q, k, v, index, valid, mask, chunk, reach, scale)
