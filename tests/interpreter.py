@@ -17,7 +17,7 @@ def prepare():
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
         repair()
-    for name in ("fused", "prefill"):
+    for name in ("fused", "prefill", "running"):
         importlib.import_module(f"levattention.kernels.{name}")
 
 

@@ -9,6 +9,7 @@ Each stage is one small file, and each has a plain torch twin that the tests use
 - `short_top_k(keys, k, mask)`: the last two in one launch, for at most 1,024 keys;
 - `ranked(keys, k, mask)`: the positions of the k keys of largest leverage and every score, by whichever route fits;
 - `select(keys, k, mask)`: those positions alone;
+- `running_top_k(keys, k, chunk=...)`: the set of every prefix, chunk by chunk, for causal attention;
 - `gathered_attention(q, k, v, index)`: softmax attention over the selected rows, with gradients;
 - `causal_attention(q, k, v, index, valid)`: the same for causal queries, each over its chunk's set and its local keys;
 - `top_k_attention(q, k, v, top_k)`: the whole of it.
@@ -31,6 +32,7 @@ _HOME = {
     "short_top_k": "short",
     "ranked": "fused",
     "select": "fused",
+    "running_top_k": "running",
     "gathered_attention": "attention",
     "causal_attention": "prefill",
     "top_k_attention": "fused",

@@ -74,6 +74,18 @@ def _gram_kernel(
 
 
 @triton.jit
+def _element(flat, d, BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Where a program's partial sums hold an element of the matrix.
+
+    (i, j) and (j, i) read the same one, so the result is symmetric to the last bit.
+    """
+    i = tl.minimum(flat // d, flat % d)
+    j = tl.maximum(flat // d, flat % d)
+    block = i // BLOCK_D * BLOCKS + j // BLOCK_D
+    return (block * BLOCK_D + i % BLOCK_D) * BLOCK_D + j % BLOCK_D
+
+
+@triton.jit
 def _reduce_kernel(
     part_ptr, out_ptr, d, splits,
     BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
@@ -81,11 +93,7 @@ def _reduce_kernel(
     head = tl.program_id(1).to(tl.int64)
     flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = flat < d * d
-    # (i, j) and (j, i) read the same element, so the result is symmetric to the last bit.
-    i = tl.minimum(flat // d, flat % d)
-    j = tl.maximum(flat // d, flat % d)
-    block = i // BLOCK_D * BLOCKS + j // BLOCK_D
-    element = (block * BLOCK_D + i % BLOCK_D) * BLOCK_D + j % BLOCK_D
+    element = _element(flat, d, BLOCKS, BLOCK_D)
     size = BLOCKS * BLOCKS * BLOCK_D * BLOCK_D
     acc = tl.zeros([BLOCK], tl.float64)
     for start in range(0, splits, 8):
@@ -99,6 +107,29 @@ def _reduce_kernel(
     tl.store(out_ptr + head * d * d + flat, acc, mask=inside)
 
 
+@triton.jit
+def _prefix_kernel(
+    part_ptr, base_ptr, out_ptr, d, splits,
+    BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The base and each running sum of the parts after it."""
+    head = tl.program_id(1).to(tl.int64)
+    flat = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = flat < d * d
+    size = BLOCKS * BLOCKS * BLOCK_D * BLOCK_D
+    part_ptr += head * splits * size + _element(flat, d, BLOCKS, BLOCK_D)
+    out_ptr += head * splits * d * d + flat
+    acc = tl.load(base_ptr + head * d * d + flat, mask=inside, other=0.0)
+    for start in range(0, splits, 8):
+        # Eight loads in flight, added in order.
+        for ahead in tl.static_range(8):
+            more = inside & (start + ahead < splits)
+            acc += tl.load(part_ptr, mask=more, other=0.0).to(tl.float64)
+            tl.store(out_ptr, acc, mask=more)
+            part_ptr += size
+            out_ptr += d * d
+
+
 def _config(d, dtype, precise):
     """(columns of a block, rows of a tile, warps, stages): accumulators in registers, tiles in shared memory."""
     padded = padded_dim(d)
@@ -109,11 +140,26 @@ def _config(d, dtype, precise):
     return (128, 256, 8, 3) if padded == 128 else (min(padded, 128), 128, 8 if padded > 64 else 4, 3)
 
 
+def _sum_runs(keys, mask, precise, splits, rows, config, into):
+    """One launch: the products summed over each run of `rows` rows, in blocks, or the whole matrix if it is `into`."""
+    b, h, n, d = keys.shape
+    block_d, block_n, warps, stages = config
+    blocks = triton.cdiv(d, block_d)
+    m = keys if mask is None else mask
+    launch(
+        _gram_kernel, (splits, b * h, blocks * blocks),
+        (keys, m, into), (n, d, h, rows, *keys.stride(), *m.stride()[:3]),
+        {"HAS_MASK": mask is not None, "PRECISE": precise, "PRECISION": precision(keys.dtype), "DIRECT": into.ndim == 3,
+             "BLOCKS": blocks, "BLOCK_D": block_d, "BLOCK_N": block_n},
+        warps=warps, stages=stages,
+    )  # fmt: skip
+
+
 def _gram(keys: torch.Tensor, mask: torch.Tensor | None, precise: bool) -> torch.Tensor:
     # The fp64 matrix units take fp32 input only through Triton, so 16-bit keys are widened first.
     k = as_heads(keys.float() if precise else keys, 2)
     b, h, n, d = k.shape
-    block_d, block_n, warps, stages = _config(d, keys.dtype, precise)
+    config = block_d, block_n, _, _ = _config(d, keys.dtype, precise)
     blocks = triton.cdiv(d, block_d)
     splits, rows = row_splits(n, b * h * (blocks * (blocks + 1) // 2), block_n, keys)
     direct = splits == 1 and blocks == 1
@@ -125,20 +171,39 @@ def _gram(keys: torch.Tensor, mask: torch.Tensor | None, precise: bool) -> torch
             (b * h, splits, blocks * blocks, block_d, block_d), dtype=torch.float64 if precise else torch.float32
         )
     )
-    m = k if mask is None else as_heads(mask.expand(*keys.shape[:-1]), 1)
-    launch(
-        _gram_kernel, (splits, b * h, blocks * blocks),
-        (k, m, part), (n, d, h, rows, *k.stride(), *m.stride()[:3]),
-        {"HAS_MASK": mask is not None, "PRECISE": precise, "PRECISION": precision(keys.dtype), "DIRECT": direct,
-             "BLOCKS": blocks, "BLOCK_D": block_d, "BLOCK_N": block_n},
-        warps=warps, stages=stages,
-    )  # fmt: skip
+    m = None if mask is None else as_heads(mask.expand(*keys.shape[:-1]), 1)
+    _sum_runs(k, m, precise, splits, rows, config, part)
     if not direct:
         launch(
             _reduce_kernel, (triton.cdiv(d * d, 1024), b * h), (part, out), (d, splits),
             {"BLOCKS": blocks, "BLOCK_D": block_d, "BLOCK": 1024}, warps=8,
         )  # fmt: skip
     return out.view(*keys.shape[:-2], d, d)
+
+
+def prefix_grams(keys, runs, base, mask=None):
+    """The Grams of the prefixes that end with each of `runs` runs of keys, all of one length.
+
+    Args:
+        keys: (B, H, n, d), bf16, fp16 or fp32, any strides, n a multiple of `runs`.
+        runs: into how many runs the keys go.
+        base: (B, H, d, d) fp64, the Gram of what lies before the keys.
+        mask: (B, H, n) bool; rows where it is False are left out (and not read).
+
+    Returns:
+        (B, H, runs, d, d) fp64.
+    """
+    b, h, n, d = keys.shape
+    config = block_d, *_ = _config(d, keys.dtype, False)
+    blocks = triton.cdiv(d, block_d)
+    part = keys.new_empty((b * h, runs, blocks * blocks, block_d, block_d), dtype=torch.float32)
+    out = keys.new_empty((b, h, runs, d, d), dtype=torch.float64)
+    _sum_runs(keys, mask, False, runs, n // runs, config, part)
+    launch(
+        _prefix_kernel, (triton.cdiv(d * d, 512), b * h), (part, base.contiguous(), out), (d, runs),
+        {"BLOCKS": blocks, "BLOCK_D": block_d, "BLOCK": 512}, warps=4,
+    )  # fmt: skip
+    return out
 
 
 _gram_op = torch.library.custom_op("levattention::gram", _gram, mutates_args=())

@@ -124,12 +124,15 @@ def _config(c, chunk, d, dtype):
     """(queries of a tile, keys of a tile, slots of a block, warps, stages)."""
     padded, wide = padded_dim(d), dtype == torch.float32
     if wide:
-        queries, keys, warps, stages = (64 if padded <= 128 else 32), (32 if padded <= 128 else 16), 4, 2
+        queries, keys, warps, stages = (
+            (64, 32, 4, 2) if padded <= 64 else (64, 16, 4, 2) if padded == 128 else (16, 16, 4, 2)
+        )
     elif padded > 128:
-        queries, keys, warps, stages = 64, 64, 4, 2
+        queries, keys, warps, stages = 64, 32, 8, 2
     else:
-        queries, keys, warps, stages = 128, 64, 8 if padded == 128 else 4, 3
-    return min(queries, max(16, next_power(chunk))), keys, min(keys, max(16, next_power(c))), warps, stages
+        queries, keys, warps, stages = (128, 64, 8, 3) if padded == 128 else (128, 128, 8, 2)
+    queries = min(queries, max(16, next_power(chunk)))
+    return queries, keys, min(keys, max(16, next_power(c))), warps if queries > 32 else 4, stages
 
 
 def _prefill(

@@ -30,11 +30,24 @@ def split_whitening(p, LIKE: tl.constexpr):
 
 
 @triton.jit
+def squares(k, p, high, low, unscale, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """‖kP‖² of a tile's rows over a block of P's columns; with SPLIT P comes as (high + low)·unscale."""
+    zero = tl.zeros([k.shape[0], p.shape[1]], tl.float32)
+    if SPLIT:
+        y = dot(k, low, dot(k, high, zero, PRECISION), PRECISION)
+        if k.dtype == tl.float16:
+            y = y * unscale[None, :]
+    else:
+        y = dot(k, p, zero, PRECISION)
+    return tl.sum(y * y, axis=1)
+
+
+@triton.jit
 def _leverage_kernel(
     k_ptr, p_ptr, mask_ptr, out_ptr,
     n, d, heads, rows_per_split,
     skb, skh, skn, skd, smb, smh, smn,
-    HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+    EACH: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
     D: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
@@ -47,14 +60,12 @@ def _leverage_kernel(
     col = tl.arange(0, D)
     k_ptr += lo.to(tl.int64) * skn
     out_ptr += head * n
+    p_ptr += (head * tl.num_programs(0) + split if EACH else head) * d * d
     # One block of P's columns at a time: all of it for d ≤ 128, which is then read once and stays put.
     for j0 in tl.static_range(0, D, BLOCK_J):
         j = j0 + tl.arange(0, BLOCK_J)
-        p = tl.load(
-            p_ptr + head * d * d + col[:, None] * d + j[None, :], mask=(col < d)[:, None] & (j < d)[None, :], other=0.0
-        )
-        if SPLIT:
-            high, low, unscale = split_whitening(p, k_ptr.dtype.element_ty)
+        p = tl.load(p_ptr + col[:, None] * d + j[None, :], mask=(col < d)[:, None] & (j < d)[None, :], other=0.0)
+        high, low, unscale = split_whitening(p, k_ptr.dtype.element_ty) if SPLIT else (p, p, p)
         tile_ptr = k_ptr
         for start in range(lo, hi, BLOCK_N):
             at = start + row
@@ -62,14 +73,7 @@ def _leverage_kernel(
             k = tl.load(
                 tile_ptr + row[:, None] * skn + col[None, :] * skd, mask=keep[:, None] & (col < d)[None, :], other=0.0
             )
-            if SPLIT:
-                y = dot(k, high, tl.zeros([BLOCK_N, BLOCK_J], tl.float32), PRECISION)
-                y = dot(k, low, y, PRECISION)
-                if k_ptr.dtype.element_ty == tl.float16:
-                    y = y * unscale[None, :]
-            else:
-                y = dot(k, p, tl.zeros([BLOCK_N, BLOCK_J], tl.float32), PRECISION)
-            score = tl.sum(y * y, axis=1)
+            score = squares(k, p, high, low, unscale, SPLIT, PRECISION)
             if j0 > 0:
                 score += tl.load(out_ptr + at, mask=keep, other=0.0)
             if j0 + BLOCK_J >= D:
@@ -89,7 +93,7 @@ def _halves_kernel(
     k_ptr, p_ptr, mask_ptr, out_ptr,
     n, d, heads, rows_per_split,
     skb, skh, skn, skd, smb, smh, smn,
-    HAS_MASK: tl.constexpr, H: tl.constexpr, BLOCK_N: tl.constexpr,
+    EACH: tl.constexpr, HAS_MASK: tl.constexpr, H: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The same for 16-bit keys with H < d ≤ 2H, without the quarter of P that is zero: P is upper triangular."""
     split = tl.program_id(0)
@@ -98,7 +102,7 @@ def _halves_kernel(
     hi = tl.minimum(lo + rows_per_split, n)
     k_ptr += head // heads * skb + head % heads * skh + lo.to(tl.int64) * skn
     mask_ptr += head // heads * smb + head % heads * smh
-    p_ptr += head * d * d
+    p_ptr += (head * tl.num_programs(0) + split if EACH else head) * d * d
     out_ptr += head * n
     row = tl.arange(0, BLOCK_N)
     i = tl.arange(0, H)
@@ -151,18 +155,23 @@ def _leverage(keys: torch.Tensor, whitening: torch.Tensor, mask: torch.Tensor | 
     b, h, n, d = k.shape
     padded = padded_dim(d)
     block_j, block_n, warps, stages, per_sm = _config(d, keys.dtype)
-    splits, rows = row_splits(n, b * h, block_n, keys, per_sm)
+    each = whitening.ndim > keys.ndim
+    if each:
+        splits = whitening.shape[-3]
+        rows = n // splits
+    else:
+        splits, rows = row_splits(n, b * h, block_n, keys, per_sm)
     out = keys.new_empty((b * h, n), dtype=torch.float32)
     m = k if mask is None else as_heads(mask.expand(*keys.shape[:-1]), 1)
     tensors = (k, whitening.contiguous(), m, out)
     scalars = (n, d, h, rows, *k.stride(), *m.stride()[:3])
     grid, masked = (splits, b * h), mask is not None
     if block_j * 2 == padded == 128 and keys.dtype != torch.float32:
-        constants = {"HAS_MASK": masked, "H": block_j, "BLOCK_N": block_n}
+        constants = {"EACH": each, "HAS_MASK": masked, "H": block_j, "BLOCK_N": block_n}
         launch(_halves_kernel, grid, tensors, scalars, constants, warps=warps, stages=stages)
     else:
         constants = {
-            "HAS_MASK": masked, "PRECISION": precision(keys.dtype), "SPLIT": keys.dtype != torch.float32,
+            "EACH": each, "HAS_MASK": masked, "PRECISION": precision(keys.dtype), "SPLIT": keys.dtype != torch.float32,
             "D": padded, "BLOCK_J": block_j, "BLOCK_N": block_n,
         }  # fmt: skip
         launch(_leverage_kernel, grid, tensors, scalars, constants, warps=warps, stages=stages)
@@ -183,6 +192,7 @@ def leverage(keys, whitening, mask=None):
     Args:
         keys: (*batch, n, d), bf16, fp16 or fp32, any strides.
         whitening: (*batch, d, d) fp32, P as `whiten` returns it; for 64 < d ≤ 128 its lower triangle is taken as zero.
+            Or (*batch, c, d, d), one for each of c runs of n/c rows.
         mask: (*batch, n) bool or what broadcasts to it; rows where it is False score −inf.
 
     Returns:

@@ -14,6 +14,8 @@ from .common import eager, launch, next_power
 # The most values one program holds in registers.
 TILE = 4096
 LAST_TILE = 8192
+# The most positions that are selected without a sort.
+LARGEST = 1024
 
 
 @triton.jit
@@ -102,10 +104,9 @@ def _plain(scores, k):
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :k]
 
 
-def _top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
+def _rounds(scores, k, ordered):
+    """The k best of each row, found tile by tile: their positions best first, or keys and positions by position."""
     n = scores.shape[-1]
-    if k > 1024:
-        return _plain(scores, k).contiguous()
     rows = scores.numel() // n
     values = scores.contiguous()
     index = scores.new_empty((rows, k), dtype=torch.int64)
@@ -119,11 +120,23 @@ def _top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
         out_positions = torch.empty_like(out_keys)
         launch(
             _round_kernel, (tiles, rows), (values, positions, out_keys, out_positions, index), (n, k, k),
-            {"FIRST": first, "LAST": last, "BLOCK": block, "K": max(16, next_power(k))}, warps=8 if block > 2048 else 4,
+            {"FIRST": first, "LAST": last and ordered, "BLOCK": block, "K": max(16, next_power(k))},
+            warps=8 if block > 2048 else 4,
         )  # fmt: skip
         if last:
-            return index.view(*scores.shape[:-1], k)
+            return index if ordered else (out_keys, out_positions)
         values, positions, first, n = out_keys, out_positions, False, tiles * k
+
+
+def contenders(scores, k):
+    """(keys, positions) of the k best of each row, both (rows, 1, k) int32, in the order of positions."""
+    return _rounds(scores, k, ordered=False)
+
+
+def _top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
+    if k > LARGEST:
+        return _plain(scores, k).contiguous()
+    return _rounds(scores, k, ordered=True).view(*scores.shape[:-1], k)
 
 
 _top_k_op = torch.library.custom_op("levattention::top_k", _top_k, mutates_args=())

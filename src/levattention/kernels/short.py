@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import as_heads, dot, eager, launch, next_power, padded_dim, precision
+from .common import as_heads, eager, launch, next_power, padded_dim, precision
 from .factor import whiten
 from .gram_matrix import gram
-from .scores import split_whitening
+from .scores import split_whitening, squares
 from .selection import best_first, sortable, winners
 
 MAX_KEYS = 1024
@@ -34,8 +34,7 @@ def _short_kernel(
     col = tl.arange(0, D)
     inside = (col < d)[:, None] & (col < d)[None, :]
     p = tl.load(p_ptr + head * d * d + col[:, None] * d + col[None, :], mask=inside, other=0.0)
-    if SPLIT:
-        high, low, unscale = split_whitening(p, k_ptr.dtype.element_ty)
+    high, low, unscale = split_whitening(p, k_ptr.dtype.element_ty) if SPLIT else (p, p, p)
     for start in range(0, n, BLOCK_N):
         keep = start + row < n
         k = tl.load(
@@ -43,14 +42,7 @@ def _short_kernel(
             mask=keep[:, None] & (col < d)[None, :],
             other=0.0,
         )
-        if SPLIT:
-            y = dot(k, high, tl.zeros([BLOCK_N, D], tl.float32), PRECISION)
-            y = dot(k, low, y, PRECISION)
-            if k_ptr.dtype.element_ty == tl.float16:
-                y = y * unscale[None, :]
-        else:
-            y = dot(k, p, tl.zeros([BLOCK_N, D], tl.float32), PRECISION)
-        score = tl.minimum(tl.sum(y * y, axis=1), 1.0)
+        score = tl.minimum(squares(k, p, high, low, unscale, SPLIT, PRECISION), 1.0)
         if HAS_MASK:
             real = tl.load(mask_ptr + (start + row) * smn, mask=keep, other=0) != 0
             score = tl.where(real, score, float("-inf"))
