@@ -123,10 +123,14 @@ def attend(  # type: ignore[misc]  # the overloads name only what decides the ty
         if choice is not None and choice.top_k is not None and choice.top_k >= n:
             part, used = head.full(is_causal, masked=key_mask is not None), everything(mask)
         else:
-            if key_mask is not None:
-                head = head.cleaned()
             fixed = None if universal is None else require_universal(universal, mask)
-            if is_causal:
+            masked = key_mask is not None
+            at_once = head.causal_at_once(choice, fixed, band, chunk, masked) if is_causal and not return_set else None
+            if masked and at_once is None:
+                head = head.cleaned()
+            if at_once is not None:
+                part, used = at_once, None
+            elif is_causal:
                 running = None if choice is None else RunningSet(head.k.detach(), mask, choice)
                 part, sets = head.causal(running, fixed, band, chunk)
                 used = stack_sets(sets, k) if return_set else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from levattention import kernels
 from levattention.gram import Gram
 from levattention.scorers import Leverage, Norm, Random
 from levattention.select import Choice, score_total
@@ -75,6 +76,22 @@ class RunningSet:
             self._gram.update(self.keys[..., start:stop, :])
             return self._gram.leverage(rows, scorer.rtol), score_total(scorer, d, stop)
         return scorer(rows), score_total(scorer, d, rows.shape[-2])
+
+
+def sets_at_once(
+    keys: Tensor, mask: Tensor | None, choice: Choice | None, fixed: UniversalSet | None, chunk: int, first: int
+) -> tuple[Tensor, Tensor] | None:
+    """What `RunningSet` would choose before each chunk of the keys from `first` on, by the kernels.
+
+    Index and valid, (*batch, chunks, c), or (*batch, 1, c) for a fixed set; None where the kernels cannot choose.
+    """
+    if fixed is not None:
+        return fixed.index.unsqueeze(-2), fixed.valid.unsqueeze(-2)
+    assert choice is not None  # the one or the other
+    if choice.top_k is None or choice.top_k > kernels.MAX_SET or not choice.by_kernels(keys):
+        return None
+    index, valid = kernels.running_top_k(keys, choice.top_k, chunk=chunk, first=first, mask=mask)
+    return index, valid
 
 
 def stack_sets(sets: list[UniversalSet | None], keys: Tensor) -> UniversalSet:

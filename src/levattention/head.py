@@ -11,10 +11,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from levattention import kernels
 from levattention._shapes import Bool, Float
-from levattention.causal import RunningSet
-from levattention.local import Window, positions
+from levattention.causal import RunningSet, sets_at_once
+from levattention.local import Grid, Window, positions
 from levattention.losses import Loss, Power
 from levattention.residuals import chosen_slots
+from levattention.select import Choice
 from levattention.slots import Part, Slots, attend_rows, merge
 from levattention.universal import UniversalSet
 
@@ -115,6 +116,27 @@ class Head:
             parts.append(self._see(rows, slots, span, near & (j <= i.unsqueeze(-1))))
             sets.append(kept)
         return join(parts), sets
+
+    def causal_at_once(
+        self, choice: Choice | None, fixed: UniversalSet | None, band: Window | None, chunk: int, masked: bool
+    ) -> Part | None:
+        """The same by the kernels, all chunks in one launch; None where they cannot.
+
+        Unless the head is `masked`, its mask is not looked at. What may not be seen may hold anything.
+        """
+        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (self.queries, self.k, self.v))
+        if not self.fused() or self.shift < 0 or isinstance(band, Grid) or wanted:
+            return None
+        mask = self.mask if masked else None
+        sets = sets_at_once(self.k.detach(), mask, choice, fixed, chunk, self.shift)
+        if sets is None:
+            return None
+        queries, heads = self.queries.flatten(1, 2), self.queries.shape[1:3]
+        reach = 0 if band is None else band.reach
+        out, lse = kernels.causal_attention(
+            queries, self.k, self.v, *sets, chunk=chunk, reach=reach, scale=self.scale, mask=mask
+        )
+        return Part(out.unflatten(1, heads), lse.unflatten(1, heads))
 
     def full(self, is_causal: bool, masked: bool) -> Part:
         """Every query over every key that it may see. Softmax: PyTorch's kernels, which give no lse (NaN)."""

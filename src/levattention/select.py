@@ -52,7 +52,7 @@ class Choice:
         """
         n, d = keys.shape[-2:]
         with torch.no_grad():
-            if self._by_kernels(keys):
+            if self.by_kernels(keys):
                 return self._ranked(keys, mask, certify)
             if isinstance(self.scorer, Leverage):
                 scores = Gram.of(keys).leverage(keys, self.scorer.rtol)
@@ -60,7 +60,8 @@ class Choice:
                 scores = scores_for(self.scorer, keys, self.eps)
             return self.keep(scores, mask, score_total(self.scorer, d, n))
 
-    def _by_kernels(self, keys: Tensor) -> bool:
+    def by_kernels(self, keys: Tensor) -> bool:
+        """Whether the kernels rank these keys."""
         by_leverage = isinstance(self.scorer, Leverage) and self.scorer.rtol is None
         return by_leverage and self.top_k is not None and kernels.preferred(keys)
 

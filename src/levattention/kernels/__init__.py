@@ -41,6 +41,8 @@ _HOME = {
 __all__ = [*_HOME, "preferred", "supported"]
 
 MAX_HEAD_DIM = 256
+# The most keys of a set that are chosen without a sort.
+MAX_SET = 1024
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 

@@ -10,11 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from . import MAX_SET
 from .common import eager, launch, next_power, padded_dim, precision
 from .factor import whiten
 from .gram_matrix import gram, prefix_grams
 from .scores import leverage, split_whitening, squares
-from .selection import LARGEST, contenders, sortable, top_k, winners
+from .selection import contenders, sortable, top_k, winners
 from .slots import gather
 
 # Bytes that the Grams, their partial sums and factors may take at once; a longer sequence goes in stretches.
@@ -162,8 +163,8 @@ def running_top_k(keys, k, *, chunk, first=0, mask=None):
         ValueError: k, chunk or first is out of range.
     """
     n = keys.shape[-2]
-    if not 1 <= k <= LARGEST:
-        raise ValueError(f"k must be between 1 and {LARGEST}, got {k}")
+    if not 1 <= k <= MAX_SET:
+        raise ValueError(f"k must be between 1 and {MAX_SET}, got {k}")
     if chunk < 1 or not 0 <= first < n:
         raise ValueError(f"chunk, first: expected chunk >= 1 and 0 <= first < n = {n}, got {chunk} and {first}")
     return (_running if eager(keys) else _running_op)(keys.detach(), k, first, chunk, mask)

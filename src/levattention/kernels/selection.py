@@ -9,13 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
+from . import MAX_SET
 from .common import eager, launch, next_power
 
 # The most values one program holds in registers.
 TILE = 4096
 LAST_TILE = 8192
-# The most positions that are selected without a sort.
-LARGEST = 1024
 
 
 @triton.jit
@@ -134,7 +133,7 @@ def contenders(scores, k):
 
 
 def _top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
-    if k > LARGEST:
+    if k > MAX_SET:
         return _plain(scores, k).contiguous()
     return _rounds(scores, k, ordered=True).view(*scores.shape[:-1], k)
 
