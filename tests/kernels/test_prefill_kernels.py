@@ -20,17 +20,29 @@ def problem(b, heads, kv_heads, m, n, d, c, chunk, *, dtype=torch.float32, devic
 
 
 def check(q, k, v, index, valid, *, bound, scale=0.3, mask=None, **shape):
+    """Compare outputs and every gradient with fp64, through both results."""
     seen = reference.causal_weights(index, valid, q.shape[2], k.shape[2], mask=mask, **shape)
-    exact = reference.masked_attention(q.double(), k.double(), v.double(), seen, scale=scale)
-    out, lse = kernels.causal_attention(q, k, v, index, valid, scale=scale, mask=mask, **shape)
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    exact_leaves = [t.detach().double().requires_grad_() for t in leaves]
+    exact = reference.masked_attention(*exact_leaves, seen, scale=scale)
+    got = kernels.causal_attention(*leaves, index, valid, scale=scale, mask=mask, **shape)
+    (out, lse), (exact_out, exact_lse) = ([t.detach() for t in pair] for pair in (got, exact))
     assert out.dtype == q.dtype
     assert out.stride() == torch.empty_like(q).stride()
-    assert relative(out, exact[0]) <= bound
-    finite = torch.isfinite(exact[1])
+    assert relative(out, exact_out) <= bound
+    finite = torch.isfinite(exact_lse)
     assert torch.equal(torch.isfinite(lse), finite)
     assert (lse[~finite] == float("-inf")).all()
     assert not out[~finite].any()
-    assert (lse - exact[1])[finite].abs().max() <= max(2e-6, bound) * exact[1][finite].abs().max()
+    assert (lse - exact_lse)[finite].abs().max() <= max(2e-6, bound) * exact_lse[finite].abs().max()
+    generator = torch.Generator().manual_seed(9)
+    seeds = [torch.randn(t.shape, generator=generator).to(t) for t in got]
+    grads = torch.autograd.grad([got[0], got[1].masked_fill(~finite, 0)], leaves, seeds)
+    sums = [exact[0], exact[1].masked_fill(~finite, 0)]
+    exact_grads = torch.autograd.grad(sums, exact_leaves, [s.double() for s in seeds])
+    for got_grad, exact_grad in zip(grads, exact_grads, strict=True):
+        assert got_grad.shape == exact_grad.shape
+        assert relative(got_grad, exact_grad) <= 2 * bound
 
 
 @pytest.mark.parametrize("dtype", BOUND)

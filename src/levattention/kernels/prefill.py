@@ -9,38 +9,11 @@ keys, a straight run of memory, and once over the gathered slots. Work and memor
 import torch
 import triton
 import triton.language as tl
+from torch.autograd.function import once_differentiable
 
 from .common import dot, eager, launch, next_power, padded_dim, precision
+from .prefill_backward import backward, local_run, sees, tile_of
 from .slots import absorb, finished, gather, slots
-
-
-@triton.jit
-def local_run(first, last, before, reach, HAS_MASK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(start, full, edge, stop) of the keys local to queries first … last of one chunk.
-
-    Tiles begin at `start`; every query sees the whole of those from `full` to `edge`, the others need a mask.
-    """
-    start = tl.maximum(tl.minimum(before, first - reach), 0)
-    full = start + tl.cdiv(tl.maximum(tl.minimum(before, last - reach) - start, 0), BLOCK_N) * BLOCK_N
-    edge = tl.maximum(start + (first + 1 - start) // BLOCK_N * BLOCK_N, full)
-    if HAS_MASK:
-        full = start
-        edge = start
-    return start, full, edge, last + 1
-
-
-@triton.jit
-def sees(here, key, before, reach):
-    """Which keys are local to which queries, by position."""
-    distance = here[:, None] - key[None, :]
-    return (distance >= 0) & ((key >= before)[None, :] | (distance <= reach))
-
-
-@triton.jit
-def _tile(ptr, at, inside, stride_n, stride_d, D: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows at … at + BLOCK_N. 64 bits to the first of them, so that offsets inside a tile fit in 32."""
-    offsets = tl.arange(0, BLOCK_N)[:, None] * stride_n + tl.arange(0, D)[None, :] * stride_d
-    return tl.load(ptr + at * stride_n + offsets, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -87,8 +60,8 @@ def _prefill_kernel(
     step = tl.arange(0, BLOCK_N)
     start, full, edge, stop = local_run(first, last, before, reach, HAS_MASK, BLOCK_N)
     for at in range(full.to(tl.int64), edge, BLOCK_N):
-        k = _tile(k_ptr, at, (col < d)[None, :], skn, skd, D, BLOCK_N)
-        v = _tile(v_ptr, at, (col < d)[None, :], svn, svd, D, BLOCK_N)
+        k = tile_of(k_ptr, at, (col < d)[None, :], skn, skd, D, BLOCK_N)
+        v = tile_of(v_ptr, at, (col < d)[None, :], svn, svd, D, BLOCK_N)
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION) * scale2
         top, total, acc = absorb(s, v, top, total, acc, PRECISION)
     # The tiles left over lie before those and after them.
@@ -99,10 +72,10 @@ def _prefill_kernel(
         seen = key <= last
         if HAS_MASK:
             seen = seen & (tl.load(mask_ptr + (at + step) * smn, mask=seen, other=0) != 0)
-        k = _tile(k_ptr, at, seen[:, None] & (col < d)[None, :], skn, skd, D, BLOCK_N)
-        v = _tile(v_ptr, at, seen[:, None] & (col < d)[None, :], svn, svd, D, BLOCK_N)
+        k = tile_of(k_ptr, at, seen[:, None] & (col < d)[None, :], skn, skd, D, BLOCK_N)
+        v = tile_of(v_ptr, at, seen[:, None] & (col < d)[None, :], svn, svd, D, BLOCK_N)
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION) * scale2
-        s = tl.where(sees(here, key, before, reach) & seen[None, :], s, float("-inf"))
+        s = tl.where(sees(here[:, None], key[None, :], before, reach) & seen[None, :], s, float("-inf"))
         top, total, acc = absorb(s, v, top, total, acc, PRECISION)
     # Before the first key there is no set.
     for c0 in range(0, tl.where(before > 0, c, 0), BLOCK_C):
@@ -167,6 +140,33 @@ def _(q, k, v, index, valid, mask, chunk, reach, scale):
     return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
+def _setup_context(ctx, inputs, output):
+    q, k, v, index, valid, mask, ctx.chunk, ctx.reach, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, index, valid, mask, *output)
+    # In eager mode a gradient that nobody asked for stays None instead of becoming zeros.
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_out, grad_lse):
+    q, k, v, index, valid, mask, out, lse = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    grads = backward(grad_out, grad_lse, q, k, v, index, valid, mask, out, lse, ctx.chunk, ctx.reach, ctx.scale)
+    return (*grads, None, None, None, None, None, None)
+
+
+_prefill_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Prefill(torch.autograd.Function):
+    """The operator without the dispatcher."""
+
+    forward = staticmethod(_prefill)
+    setup_context = staticmethod(_setup_context)
+    # The kernels' gradients carry no graph of their own: a second derivative is refused, not silently zero.
+    backward = staticmethod(once_differentiable(_backward))  # type: ignore[assignment]
+
+
 def causal_attention(q, k, v, index, valid, *, chunk, reach=0, scale, mask=None):
     """Causal softmax attention over local keys and each chunk's set, and the logarithm of the softmax's sum.
 
@@ -184,6 +184,7 @@ def causal_attention(q, k, v, index, valid, *, chunk, reach=0, scale, mask=None)
 
     Returns:
         (out, lse): (B, Hq, m, d) of q's type and strides, and (B, Hq, m) fp32; zeros and −inf where no key is seen.
+        Gradients reach q, k and v through both.
 
     Raises:
         ValueError: the shapes or types do not fit.
@@ -206,4 +207,8 @@ def causal_attention(q, k, v, index, valid, *, chunk, reach=0, scale, mask=None)
     reach = min(reach, n)
     if scale < 0:
         q, scale = -q, -scale
-    return (_prefill if eager(q) else _prefill_op)(q, k, v, index, valid, mask, chunk, reach, scale)
+    if not eager(q):
+        return _prefill_op(q, k, v, index, valid, mask, chunk, reach, scale)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Prefill.apply(q, k, v, index, valid, mask, chunk, reach, scale)
+    return _prefill(q, k, v, index, valid, mask, chunk, reach, scale)
