@@ -124,8 +124,7 @@ class Head:
 
         Unless the head is `masked`, its mask is not looked at. What may not be seen may hold anything.
         """
-        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (self.queries, self.k, self.v))
-        if not self.fused() or self.shift < 0 or isinstance(band, Grid) or wanted:
+        if not self.fused() or self.shift < 0 or isinstance(band, Grid):
             return None
         mask = self.mask if masked else None
         sets = sets_at_once(self.k.detach(), mask, choice, fixed, chunk, self.shift)

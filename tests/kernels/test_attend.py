@@ -22,7 +22,7 @@ def routes(monkeypatch, device):
         seen = set()
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "preferred", kernels.supported)
-            for name in ("gathered_attention", "ranked", "gram"):
+            for name in ("gathered_attention", "ranked", "gram", "causal_attention", "running_top_k"):
                 plain = getattr(kernels, name)
 
                 def spy(*args, _plain=plain, _name=name, **options):
@@ -89,6 +89,59 @@ def test_padding_may_hold_anything(name, routes, device):
     close(ours, plain)
 
 
+@pytest.mark.parametrize(
+    ("groups", "m", "options"),
+    [
+        (1, 70, {"chunk": 25}),
+        (3, 70, {"chunk": 30, "window": 4}),
+        (2, 31, {"chunk": 16, "window": 20}),  # keys before the first query
+    ],
+)
+def test_causal(groups, m, options, routes, device):
+    q, k, v = heads(device, groups=groups, d=5)
+    leaves = [q[:, :, -m:].detach().requires_grad_(), k, v]
+    ours, plain, seen = routes(lambda: attended(leaves, top_k=12, enable_gqa=True, is_causal=True, **options))
+    assert seen == {"causal_attention", "running_top_k"}
+    close(ours, plain)
+
+
+def test_causal_padding_may_hold_anything(routes, device):
+    leaves = heads(device, d=5)
+    mask = torch.rand(2, 70, generator=torch.Generator().manual_seed(1)).to(device) > 0.3
+    mask[0, :30] = False
+    with torch.no_grad():
+        leaves[1].masked_fill_(~mask[:, None, :, None], float("nan"))
+        leaves[2].masked_fill_(~mask[:, None, :, None], float("inf"))
+    ours, plain, seen = routes(lambda: attended(leaves, top_k=9, key_mask=mask, is_causal=True, chunk=20, window=3))
+    assert "causal_attention" in seen
+    assert all(torch.isfinite(x).all() for x in ours)
+    assert not ours[0][0, :, :30].any()
+    close(ours, plain)
+
+
+def test_causal_in_half_precision_over_a_given_set(routes, device):
+    leaves = heads(device, torch.bfloat16)
+    given = la.universal_set(leaves[1].detach(), k=20)
+    options = {"universal": given, "is_causal": True, "chunk": 16, "window": 2}
+    ours, plain, seen = routes(lambda: attended(leaves, **options))
+    assert seen == {"causal_attention"}
+    close(ours, plain, 2e-2)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 9, "return_set": True}, {"eps": 0.4}], ids=str)
+def test_causal_sets_that_are_certified_take_the_plain_route(options, routes, device):
+    leaves = heads(device)
+    *_, seen = routes(lambda: la.attend(*leaves, is_causal=True, chunk=16, **options))
+    assert "causal_attention" not in seen
+
+
+def test_more_queries_than_keys_take_the_plain_route(routes, device):
+    q, k, v = heads(device, d=5)
+    ours, plain, seen = routes(lambda: la.attend(q, k[:, :, :50], v[:, :, :50], top_k=9, is_causal=True, chunk=16))
+    assert "causal_attention" not in seen
+    close([ours], [plain])
+
+
 def test_a_returned_set_is_certified_and_reused(routes, device):
     q, k, v = heads(device)
     ours, plain, seen = routes(lambda: la.attend(q, k, v, top_k=9, return_set=True))
@@ -121,13 +174,19 @@ def test_a_head_that_sees_no_key_gives_zeros(routes, device):
 
 @pytest.mark.parametrize(
     "options",
-    [{"window": 3}, {"loss": la.Power(4), "scorer": la.scorers.Leverage()}, {"is_causal": True}, {"top_k": 70}],
+    [
+        {"window": 3},
+        {"loss": la.Power(4), "scorer": la.scorers.Leverage()},
+        {"top_k": 70},
+        {"is_causal": True, "window": la.Grid(7, 10, 1)},
+        {"is_causal": True, "scorer": la.scorers.Norm()},
+    ],
     ids=str,
 )
 def test_what_the_kernels_do_not_do_takes_the_plain_route(options, routes, device):
     leaves = heads(device)
     ours, plain, seen = routes(lambda: attended(leaves, **({"top_k": 9} | options)))
-    assert "gathered_attention" not in seen
+    assert not seen & {"gathered_attention", "causal_attention"}
     close(ours, plain)
 
 
@@ -167,7 +226,7 @@ COMPILE = """
         kernels.preferred = lambda tensor: True
     device = "cuda" if torch.cuda.is_available() else "cpu"
     leaves = [torch.randn(2, 2, 40, 32, device=device).requires_grad_() for _ in range(3)]
-    for options in ({}, {"residual": Cluster(heavy=0.25)}):
+    for options in ({}, {"residual": Cluster(heavy=0.25)}, {"is_causal": True, "chunk": 10, "window": 3}):
         def step(q, k, v):
             return la.attend(q, k, v, top_k=8, **options).square().sum()
         compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
@@ -190,6 +249,10 @@ def test_a_second_derivative_is_refused(device):
     q, k, v = heads(device)
     index = torch.arange(5, device=device).expand(2, 2, 5)
     out, _ = kernels.gathered_attention(q, k, v, index, scale=0.2)
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+    out, _ = kernels.causal_attention(q, k, v, index.unsqueeze(2), index.unsqueeze(2) > 0, chunk=16, scale=0.2)
     (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()

@@ -108,6 +108,42 @@ def test_negative_scale(device):
     check(*problem(1, 1, 1, 30, 30, 16, 4, 8, device=device), chunk=8, scale=-0.4, bound=2e-6)
 
 
+def test_gradients_are_deterministic(device):
+    q, k, v, index, valid = problem(1, 2, 1, 90, 90, 16, 9, 20, device=device)
+
+    def grads():
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        out, _ = kernels.causal_attention(*leaves, index, valid, chunk=20, scale=0.2)
+        return torch.autograd.grad(out.square().sum(), leaves)
+
+    assert all(torch.equal(a, b) for a, b in zip(grads(), grads(), strict=True))
+
+
+def test_one_of_the_results_alone_has_its_gradients(device):
+    q, k, v, index, valid = problem(1, 1, 1, 40, 40, 16, 5, 16, device=device)
+    seen = reference.causal_weights(index, valid, 40, 40, chunk=16)
+    for part in (0, 1):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        exact_leaves = [t.double().requires_grad_() for t in (q, k, v)]
+        got = kernels.causal_attention(*leaves, index, valid, chunk=16, scale=0.3)[part]
+        exact = reference.masked_attention(*exact_leaves, seen, scale=0.3)[part]
+        wanted = 3 - part  # lse does not depend on the values
+        grads = torch.autograd.grad(got.square().sum(), leaves[:wanted])
+        exact_grads = torch.autograd.grad(exact.square().sum(), exact_leaves[:wanted])
+        assert all(relative(a, b) <= 4e-6 for a, b in zip(grads, exact_grads, strict=True))
+
+
+def test_operators_are_well_formed(device, monkeypatch):
+    monkeypatch.undo()
+    q, k, v, index, valid = problem(1, 2, 1, 20, 24, 16, 3, 8, device=device)
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    mask = torch.ones(1, 1, 24, dtype=torch.bool, device=device)
+    args = (q, k, v, index, valid, mask, 8, 2, 0.2)
+    how = {"test_utils": ("test_schema", "test_autograd_registration", "test_faketensor")}
+    torch.library.opcheck(torch.ops.levattention.causal_attention.default, args, **how)
+    torch.library.opcheck(torch.ops.levattention.running_top_k.default, (k.detach(), 3, 4, 8, mask), **how)
+
+
 def test_shapes_that_do_not_fit(device):
     q, k, v, index, valid = problem(1, 2, 1, 30, 30, 16, 4, 8, device=device)
     for args, options, match in (

@@ -267,16 +267,19 @@ def _key_kernel(
 def _query_config(c, chunk, d, dtype):
     """(queries of a tile, keys of a tile, slots of a block, warps, stages) of `_query_kernel`."""
     padded, wide = padded_dim(d), dtype == torch.float32
-    queries, keys = (32, 32 if padded <= 64 else 16) if wide else (64, 64) if padded <= 128 else (64, 32)
-    return min(queries, max(16, next_power(chunk))), keys, min(keys, max(16, next_power(c))), 4, 1 if wide else 2
+    if wide:
+        queries, keys, warps, stages = (32, 32, 4, 1) if padded <= 64 else (32 if padded == 128 else 16, 16, 8, 1)
+    else:
+        queries, keys, warps, stages = (64, 64, 4, 2) if padded <= 128 else (64, 32, 8, 2)
+    return min(queries, max(16, next_power(chunk))), keys, min(keys, max(16, next_power(c))), warps, stages
 
 
 def _key_config(d, dtype):
     """(queries of a tile, keys or slots of a tile, warps, stages) of `_key_kernel` and `_slot_kernel`."""
     padded, wide = padded_dim(d), dtype == torch.float32
     if wide:
-        return 32, 32 if padded <= 64 else 16, 4, 1
-    return (64, 64, 4, 2) if padded <= 64 else (64, 64, 8, 2) if padded == 128 else (32, 64, 8, 2)
+        return (32, 32, 4, 1) if padded <= 64 else (16, 16, 8, 1)
+    return (64, 128, 8, 2) if padded <= 64 else (32, 128, 8, 2) if padded == 128 else (32, 32, 8, 2)
 
 
 def _owners(index, valid, m, n, chunk, tile):
