@@ -93,7 +93,7 @@ def test_padding_may_hold_anything(name, routes, device):
     ("groups", "m", "options"),
     [
         (1, 70, {"chunk": 25}),
-        (3, 70, {"chunk": 30, "window": 4}),
+        (2, 70, {"chunk": 30, "window": 4}),
         (2, 31, {"chunk": 16, "window": 20}),  # keys before the first query
     ],
 )

@@ -49,19 +49,19 @@ def check(q, k, v, index, valid, *, bound, scale=0.3, mask=None, **shape):
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "m", "n", "d", "c", "chunk", "reach"),
     [
-        (2, 1, 197, 197, 64, 20, 60, 0),  # chunks of odd length, the last one short
-        (2, 2, 150, 333, 32, 70, 64, 100),  # a prefix without queries; a window longer than a chunk
+        (2, 1, 137, 137, 64, 20, 60, 0),  # chunks of odd length, the last one short
+        (1, 1, 110, 230, 32, 70, 40, 100),  # a prefix without queries; a window longer than a chunk
         (1, 1, 290, 290, 16, 5, 256, 9),  # a window shorter than a chunk
         (3, 1, 1, 50, 80, 9, 7, 4),  # one query
     ],
 )
 def test_matches_a_dense_mask(dtype, heads, kv_heads, m, n, d, c, chunk, reach, device):
-    data = problem(2 if m < 200 else 1, heads, kv_heads, m, n, d, c, chunk, dtype=dtype, device=device)
+    data = problem(2 if m < 100 else 1, heads, kv_heads, m, n, d, c, chunk, dtype=dtype, device=device)
     check(*data, chunk=chunk, reach=reach, bound=BOUND[dtype])
 
 
 @pytest.mark.parametrize("reach", [0, 1, 5, 1 << 40])
-@pytest.mark.parametrize("chunk", [1, 16, 200])
+@pytest.mark.parametrize("chunk", [3, 16, 200])
 def test_no_key_counts_twice_whatever_the_window(chunk, reach, device):
     data = problem(1, 1, 1, 35, 48, 16, 11, chunk, device=device, seed=chunk)
     check(*data, chunk=chunk, reach=reach, bound=2e-6)
@@ -72,7 +72,7 @@ def test_wide_heads(device):
 
 
 def test_one_set_for_all_chunks(device):
-    check(*problem(2, 4, 2, 80, 90, 32, 30, 16, device=device, one=True), chunk=16, reach=2, bound=2e-6)
+    check(*problem(1, 4, 2, 50, 60, 32, 30, 16, device=device, one=True), chunk=16, reach=2, bound=2e-6)
 
 
 def test_hidden_keys_may_hold_anything(device):
@@ -104,12 +104,16 @@ def test_strided_inputs_and_output_layout(device):
     check(q, k, v, index, valid, chunk=20, reach=4, bound=2e-6)
 
 
+def test_chunks_of_one(device):
+    check(*problem(1, 1, 1, 9, 30, 16, 5, 1, device=device), chunk=1, reach=2, bound=2e-6)
+
+
 def test_negative_scale(device):
     check(*problem(1, 1, 1, 30, 30, 16, 4, 8, device=device), chunk=8, scale=-0.4, bound=2e-6)
 
 
 def test_gradients_are_deterministic(device):
-    q, k, v, index, valid = problem(1, 2, 1, 90, 90, 16, 9, 20, device=device)
+    q, k, v, index, valid = problem(1, 2, 1, 50, 50, 16, 9, 20, device=device)
 
     def grads():
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]

@@ -39,7 +39,7 @@ def _prefill_kernel(
     k_ptr += batch * skb + kv_head * skh
     v_ptr += batch * svb + kv_head * svh
     mask_ptr += batch * smb + kv_head * smh
-    own = (batch * (heads // group) + kv_head) * set_stride + turn * set_step
+    own = (batch * (heads // group) + kv_head) * set_stride + turn.to(tl.int64) * set_step
     index_ptr += own
     valid_ptr += own
 

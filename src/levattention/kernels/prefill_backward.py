@@ -80,7 +80,7 @@ def _query_kernel(
     k_ptr += batch * skb + kv_head * skh
     v_ptr += batch * svb + kv_head * svh
     mask_ptr += batch * smb + kv_head * smh
-    own = (batch * (heads // group) + kv_head) * set_stride + turn * set_step
+    own = (batch * (heads // group) + kv_head) * set_stride + turn.to(tl.int64) * set_step
     index_ptr += own
     valid_ptr += own
 
@@ -149,14 +149,15 @@ def _slot_kernel(
     PRECISION: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """dk/scale and dv of a block of one chunk's slots, summed over the chunk's queries of all heads of the group."""
-    turn = tl.program_id(1)
-    head = tl.program_id(2).to(tl.int64)
+    blocks = tl.cdiv(c, BLOCK_C)
+    turn = tl.program_id(0) // blocks
+    head = tl.program_id(1).to(tl.int64)
     batch = head // kv_heads
     kv_head = head % kv_heads
     before = turn * chunk + n - m
     hi = tl.minimum((turn + 1) * chunk, m)
-    c0 = tl.program_id(0) * BLOCK_C
-    own = head * set_stride + turn * set_step
+    c0 = tl.program_id(0) % blocks * BLOCK_C
+    own = head * set_stride + turn.to(tl.int64) * set_step
     source, _, usable = slots(index_ptr + own, index_ptr, valid_ptr + own, c0, c, False, True, BLOCK_C)
     usable = usable & (source < before)
     k = gather(k_ptr + batch * skb + kv_head * skh, source, usable, skn, skd, d, D)
@@ -181,7 +182,7 @@ def _slot_kernel(
         seen = usable[:, None] & (here[None, :] - source.to(tl.int32)[:, None] > reach)
         dk, dv = _dkv(k, v, q, do, lse2, delta, seen, dk, dv, scale * 1.4426950408889634, PRECISION)
     slot = c0 + tl.arange(0, BLOCK_C)
-    into = (head * tl.num_programs(1) + turn) * c * d + slot[:, None] * d + col[None, :]
+    into = (head * tl.cdiv(m, chunk) + turn) * c * d + slot[:, None] * d + col[None, :]
     tl.store(dk_ptr + into, dk, mask=(slot < c)[:, None] & (col < d)[None, :])
     tl.store(dv_ptr + into, dv, mask=(slot < c)[:, None] & (col < d)[None, :])
 
@@ -326,7 +327,7 @@ def _backward(
     dv_part = torch.empty_like(dk_part)
     block_c = min(block_n, max(16, next_power(c)))
     launch(
-        _slot_kernel, (triton.cdiv(c, block_c), chunks, b * kv_heads),
+        _slot_kernel, (chunks * triton.cdiv(c, block_c), b * kv_heads),
         (grad_out, q, k, v, index, valid, lse, delta, dk_part, dv_part),
         (m, n, c, d, kv_heads, group, chunk, reach, scale, *set_strides, *strides),
         dict(**shape, BLOCK_M=block_m, BLOCK_C=block_c), warps=warps, stages=stages,

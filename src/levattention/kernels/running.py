@@ -113,7 +113,8 @@ def _running(
     fresh = min(k, chunk)
     block_j, block_r, warps, stages = _config(k, d, keys.dtype)
     held = keys.new_empty((b * h, k), dtype=torch.float32)
-    stretch = max(1, SCRATCH // (b * h * d * d * 16))
+    # A grid has at most 65,535 programs along its second axis.
+    stretch = max(1, min(SCRATCH // (b * h * d * d * 16), 65535 // (b * h)))
     for begin in range(0, chunks - 1, stretch):
         steps = min(stretch, chunks - 1 - begin)
         start, stop = first + begin * chunk, first + (begin + steps) * chunk
