@@ -27,7 +27,10 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "kernels")]
 import levattention as la  # noqa: E402
 import reference  # noqa: E402
 from levattention import kernels  # noqa: E402
+from levattention.causal import RunningSet  # noqa: E402
 from levattention.residuals import Cluster, Sample  # noqa: E402
+from levattention.scorers import Leverage  # noqa: E402
+from levattention.select import Choice  # noqa: E402
 
 # B, H, n, d, k of the target table.
 ROWS = [
@@ -55,6 +58,15 @@ CHECK_SHAPES = [  # B, Hq, Hkv, m, n, d, k
     (1, 2, 1, 130, 1300, 32, 5),
     (1, 1, 1, 257, 1100, 96, 64),
     (1, 1, 1, 100, 600, 256, 70),
+]
+
+
+CAUSAL_SHAPES = [  # B, Hq, Hkv, m, n, d, k, chunk, reach
+    (2, 2, 1, 700, 700, 64, 40, 256, 0),
+    (1, 2, 2, 500, 901, 128, 130, 130, 300),
+    (1, 2, 1, 333, 1333, 80, 20, 64, 17),
+    (1, 1, 1, 600, 600, 256, 64, 300, 100),
+    (1, 1, 1, 301, 785, 32, 5, 7, 20),
 ]
 
 
@@ -131,6 +143,55 @@ def check_selection(b, hq, hkv, m, n, d, k, dtype):
     }
 
 
+def check_causal(b, hq, hkv, m, n, d, k, chunk, reach, dtype):
+    """Errors against fp64 of (out, dq, dk, dv) given the same sets, ours and SDPA's under a mask, and keys missed."""
+    q, key, v = draw(b, hq, m, d, dtype=dtype), draw(b, hkv, n, d, dtype=dtype), draw(b, hkv, n, d, dtype=dtype)
+    seed = draw(b, hq, m, d, dtype=dtype)
+    options = {"chunk": chunk, "reach": reach}
+    with poisoned():
+        index, valid = kernels.running_top_k(key, k, chunk=chunk, first=n - m)
+    seen = reference.causal_weights(index, valid, m, n, **options)
+    group = hq // hkv
+
+    def masked(q, key, v):
+        key, v, mask = (x.repeat_interleave(group, 1) for x in (key, v, seen))
+        return sdpa(q, key, v, attn_mask=mask, scale=d**-0.5)
+
+    def run(attend, double=False):
+        leaves = [t.detach().to(torch.float64 if double else dtype).requires_grad_() for t in (q, key, v)]
+        out = attend(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, seed.to(out.dtype))]
+
+    exact = run(lambda *x: reference.masked_attention(*x, seen, scale=d**-0.5)[0], double=True)
+    plain = run(masked)
+    with poisoned():
+        ours = run(lambda *x: kernels.causal_attention(*x, index, valid, scale=d**-0.5, **options)[0])
+    return (
+        [relative(a, e) for a, e in zip(ours, exact, strict=True)],
+        [relative(p, e) for p, e in zip(plain, exact, strict=True)],
+        missed_by_running_sets(key, index, valid, k, chunk, n - m),
+    )
+
+
+def missed_by_running_sets(key, index, valid, k, chunk, first):
+    """The share of the keys in fp64's sets, over all chunks, that are not in ours."""
+    n = key.shape[-2]
+    grows = RunningSet(
+        key, torch.ones(key.shape[:-1], dtype=torch.bool, device=key.device), Choice(Leverage(), k, None)
+    )
+    read, found, wanted = 0, 0, 0
+    for c, before in enumerate(range(first, n, chunk)):
+        if before > read:
+            grows.read(read, before)
+            read = before
+        if grows.chosen is not None:
+            exact = grows.chosen.mask(n)
+            ours = torch.zeros_like(exact, dtype=torch.int32)
+            ours = ours.scatter_add_(-1, index[:, :, c], valid[:, :, c].int()) > 0
+            found, wanted = found + int((exact & ours).sum()), wanted + int(exact.sum())
+    return 1 - found / wanted
+
+
 SELECTION_BOUND = {"gram": 3e-6, "precise": 1e-14, "scores": 1e-4, "order": 0.0, "missed": 0.05}
 
 
@@ -158,7 +219,26 @@ def checks():
                 traceback.print_exc(limit=2)
             good &= passed
             print(f"{'ok  ' if passed else 'FAIL'} {name:9s}{shape!s:38s} {detail}", flush=True)
+        for shape in CAUSAL_SHAPES:
+            figure, detail = causal_figure(shape, dtype)
+            good &= figure["passed"]
+            figures.append(figure)
+            print(f"{'ok  ' if figure['passed'] else 'FAIL'} {figure['dtype']:9s}{shape!s:38s} {detail}", flush=True)
     return good, figures
+
+
+def causal_figure(shape, dtype):
+    """The figures of one causal check and what to print of it."""
+    figure = {"dtype": str(dtype).removeprefix("torch."), "causal": True, "shape": shape}
+    try:
+        ours, plain, missed = check_causal(*shape, dtype)
+    except Exception as error:
+        traceback.print_exc(limit=2)
+        return {**figure, "passed": False, "error": repr(error)[:300]}, repr(error)[:300]
+    passed = missed <= SELECTION_BOUND["missed"] and all(a <= 2 * p for a, p in zip(ours, plain, strict=True))
+    ratio = max(a / p for a, p in zip(ours, plain, strict=True))
+    figure |= {"passed": passed, "ours": ours, "sdpa": plain, "missed": missed}
+    return figure, f"causal: attention error {ratio:.2f}x SDPA's, keys missed {missed:.0e}"
 
 
 def timed(run, *, graph=False, warm=True, budget_ms=150.0, most=50):
@@ -337,16 +417,76 @@ def public_entry(b, h, n, d, k):
     return table
 
 
+@contextlib.contextmanager
+def without_kernels():
+    """The plain torch route, wherever the tensors are."""
+    plain = kernels.preferred
+    kernels.preferred = lambda tensor: False
+    try:
+        yield
+    finally:
+        kernels.preferred = plain
+
+
+def check_prefill(h, d, options, n=4096):
+    """The largest relative difference of `attend` and its gradients from the torch route; more than 5e-2 raises.
+
+    The keys' lengths differ, so that rounding swaps few keys and what is left is the attention's own error.
+    """
+    leaves = [draw(1, h, n, d) for _ in range(3)]
+    leaves[1] = leaves[1] * torch.linspace(0.3, 3, n, device=leaves[1].device, dtype=leaves[1].dtype).unsqueeze(-1)
+    leaves = [t.requires_grad_() for t in leaves]
+    seed = draw(1, h, n, d)
+
+    def run():
+        out = la.attend(*leaves, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, seed)]
+
+    with poisoned():
+        ours = run()
+    with without_kernels():
+        plain = run()
+    worst = max(relative(a, p.double()) for a, p in zip(ours, plain, strict=True))
+    if not worst <= 5e-2:
+        raise RuntimeError(f"causal attend differs from the torch route by {worst:.1e}")
+    return worst
+
+
 def causal_prefill(h=16, d=128, k=256, window=1024):
     """Causal attention over a prompt: full, and chunks with a window and the universal set of the prefix."""
+    options = {"top_k": k, "window": window, "is_causal": True, "chunk": window}
+    print(f"  differs from the torch route by {check_prefill(h, d, options):.1e}", flush=True)
     table = []
     for n in (4096, 16384, 65536):
         q, key, v = (draw(1, h, n, d) for _ in range(3))
-        options = {"top_k": k, "window": window, "is_causal": True, "chunk": window}
+        leaves = [t.clone().requires_grad_() for t in (q, key, v)]
+        seed = draw(1, h, n, d)
+        index, valid = kernels.running_top_k(key, k, chunk=window)
+
+        def full(x=(q, key, v)):
+            return sdpa(*x, is_causal=True)
+
+        def lev(x=(q, key, v)):
+            return la.attend(*x, **options)
+
+        def sets(key=key):
+            return kernels.running_top_k(key, k, chunk=window)
+
+        def attention(x=(q, key, v, index, valid)):
+            return kernels.causal_attention(*x, chunk=window, reach=window, scale=d**-0.5)
+
+        def both(attend, leaves=leaves, seed=seed):
+            return torch.autograd.grad(attend(leaves), leaves, seed)
+
         row = {
             "n": n,
-            "sdpa_ms": attempt("sdpa", lambda x=(q, key, v): sdpa(*x, is_causal=True)),
-            "lev_ms": attempt("lev", lambda x=(q, key, v), o=options: la.attend(*x, **o)),
+            "sdpa_ms": attempt("sdpa", full),
+            "lev_ms": attempt("lev", lev),
+            "lev_graph_ms": attempt("lev, graph", lev, graph=True),
+            "sets_ms": attempt("sets", sets),
+            "attention_ms": attempt("attention", attention),
+            "sdpa_fb_ms": attempt("sdpa backward", lambda full=full, both=both: both(full)),
+            "lev_fb_ms": attempt("lev backward", lambda lev=lev, both=both: both(lev)),
         }
         table.append(row)
         print(f"  {row}", flush=True)
@@ -423,6 +563,10 @@ def sanitize():
             bias = torch.zeros(b, hkv, k, device="cuda", requires_grad=True)
             out, lse = kernels.gathered_attention(*leaves, index, bias, scale=0.1)
             torch.autograd.grad(out.float().sum() + lse.sum(), [*leaves, bias])
+            for options in ({}, {"mask": mask}):
+                sets = kernels.running_top_k(key.detach(), k, chunk=7, first=n - m, **options)
+                out, lse = kernels.causal_attention(*leaves, *sets, chunk=7, reach=5, scale=0.1, **options)
+                torch.autograd.grad(out.float().sum() + lse.sum(), leaves)
     torch.cuda.synchronize()
     print("every kernel ran")
 

@@ -48,16 +48,16 @@ def ours(keys, k, **options):
     ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("b", "h", "n", "d", "k", "chunk", "first"),
+    ("dtype", "b", "h", "n", "d", "k", "chunk", "first"),
     [
-        (2, 1, 200, 16, 9, 50, 0),
-        (1, 2, 170, 16, 70, 40, 61),  # more slots than a chunk has keys; keys before the first query
-        (1, 1, 300, 32, 1, 90, 0),
-        (1, 1, 620, 80, 20, 200, 250),
+        *((dtype, 2, 1, 150, 16, 9, 50, 0) for dtype in DTYPES),
+        *((dtype, 1, 2, 141, 16, 70, 40, 61) for dtype in DTYPES),  # more slots than a chunk has; keys before queries
+        (torch.float32, 1, 1, 300, 32, 1, 90, 0),
+        (torch.float32, 1, 1, 620, 80, 20, 200, 250),
+        (torch.bfloat16, 1, 1, 620, 80, 20, 200, 250),
     ],
-)  # fmt: skip
+)
 def test_the_sets_of_the_recurrence(dtype, b, h, n, d, k, chunk, first, device):
     keys = spread(b, h, n, d, dtype=dtype, device=device)
     got = ours(keys, k, chunk=chunk, first=first)
