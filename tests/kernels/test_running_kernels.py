@@ -7,7 +7,7 @@ import dense
 import reference
 from levattention import kernels
 from levattention.causal import RunningSet
-from levattention.kernels import gram_matrix, running
+from levattention.kernels import gram_matrix, running, selection
 from levattention.scorers import Leverage
 from levattention.select import Choice
 
@@ -137,6 +137,14 @@ def test_prefix_grams_and_their_scores(dtype, d, length, device):
         rows = keys[..., c * length : (c + 1) * length, :]
         forms = (rows.double() @ torch.linalg.inv(exact) * rows.double()).sum(-1)
         assert (scores[..., c * length : (c + 1) * length] - forms).abs().max() <= bound * forms.max()
+
+
+@pytest.mark.parametrize("k", [7, 600])
+def test_contenders_of_a_long_chunk_lie_in_the_order_of_positions(k, device):
+    scores = torch.rand(2, 9001, generator=torch.Generator().manual_seed(0)).round(decimals=2).to(device)
+    keys, positions = (found[:, 0].long() for found in selection.contenders(scores, k))
+    assert torch.equal(positions, reference.top_k(scores, k).sort(-1).values)
+    assert torch.equal(keys, scores.gather(-1, positions).view(torch.int32).long())
 
 
 def test_counts_that_do_not_fit(device):

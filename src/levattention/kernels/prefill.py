@@ -1,9 +1,7 @@
 """Causal attention in one launch: every query over its local keys and the set of the keys before its chunk.
 
-Queries stand at the end of the keys, query t at i = t + n − m, and go in chunks. With `before` the first position of
-its chunk, a query sees key j ≤ i if j ≥ before or i − j ≤ reach, and of its chunk's set the keys j < before that are
-not that near, so that no key counts twice. A program takes a tile of one chunk's queries and walks once over the local
-keys, a straight run of memory, and once over the gathered slots. Work and memory are linear in n.
+A program takes a tile of one chunk's queries and walks once over their local keys, a straight run of memory, and once
+over the gathered slots (`chunks` says who sees what). Work and memory are linear in n.
 """
 
 import torch
@@ -11,9 +9,10 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from .chunks import local_run, odd_tile, set_tile, tile_of, turn_of
 from .common import dot, eager, launch, next_power, padded_dim, precision
-from .prefill_backward import backward, local_run, sees, tile_of
-from .slots import absorb, finished, gather, slots
+from .prefill_backward import backward
+from .slots import absorb, finished
 
 
 @triton.jit
@@ -24,10 +23,7 @@ def _prefill_kernel(
     HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(chunk, BLOCK_M)
-    turn = tl.program_id(0) // tiles
-    lo = turn * chunk + tl.program_id(0) % tiles * BLOCK_M
-    hi = tl.minimum((turn + 1) * chunk, m)
+    turn, lo, hi = turn_of(m, chunk, BLOCK_M)
     if lo >= hi:
         return
     head = tl.program_id(1).to(tl.int64)
@@ -57,36 +53,27 @@ def _prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
 
-    step = tl.arange(0, BLOCK_N)
-    start, full, edge, stop = local_run(first, last, before, reach, HAS_MASK, BLOCK_N)
+    start, full, edge, odd, ahead = local_run(first, last, before, reach, HAS_MASK, BLOCK_N)
     for at in range(full.to(tl.int64), edge, BLOCK_N):
         k = tile_of(k_ptr, at, (col < d)[None, :], skn, skd, D, BLOCK_N)
         v = tile_of(v_ptr, at, (col < d)[None, :], svn, svd, D, BLOCK_N)
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION) * scale2
         top, total, acc = absorb(s, v, top, total, acc, PRECISION)
-    # The tiles left over lie before those and after them.
-    ahead = tl.cdiv(tl.minimum(full, stop) - start, BLOCK_N)
-    for tile in range(0, ahead + tl.cdiv(tl.maximum(stop - edge, 0), BLOCK_N)):
-        at = tl.where(tile < ahead, start + tile * BLOCK_N, edge + (tile - ahead) * BLOCK_N).to(tl.int64)
-        key = at.to(tl.int32) + step
-        seen = key <= last
-        if HAS_MASK:
-            seen = seen & (tl.load(mask_ptr + (at + step) * smn, mask=seen, other=0) != 0)
-        k = tile_of(k_ptr, at, seen[:, None] & (col < d)[None, :], skn, skd, D, BLOCK_N)
-        v = tile_of(v_ptr, at, seen[:, None] & (col < d)[None, :], svn, svd, D, BLOCK_N)
+    for tile in range(0, odd):
+        k, v, seen = odd_tile(
+            tile, start, edge, ahead, k_ptr, v_ptr, mask_ptr, here, last, before, reach,
+            d, skn, skd, svn, svd, smn, HAS_MASK, D, BLOCK_N,
+        )  # fmt: skip
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), PRECISION) * scale2
-        s = tl.where(sees(here[:, None], key[None, :], before, reach) & seen[None, :], s, float("-inf"))
-        top, total, acc = absorb(s, v, top, total, acc, PRECISION)
+        top, total, acc = absorb(tl.where(seen, s, float("-inf")), v, top, total, acc, PRECISION)
     # Before the first key there is no set.
     for c0 in range(0, tl.where(before > 0, c, 0), BLOCK_C):
-        source, _, usable = slots(index_ptr, index_ptr, valid_ptr, c0, c, False, True, BLOCK_C)
-        usable = usable & (source < before)
-        k = gather(k_ptr, source, usable, skn, skd, d, D)
-        v = gather(v_ptr, source, usable, svn, svd, d, D)
+        k, v, source, usable = set_tile(
+            c0, c, k_ptr, v_ptr, index_ptr, valid_ptr, before, d, skn, skd, svn, svd, D, BLOCK_C
+        )
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_C], tl.float32), PRECISION) * scale2
-        far = here[:, None] - source.to(tl.int32)[None, :] > reach
-        s = tl.where(usable[None, :] & far, s, float("-inf"))
-        top, total, acc = absorb(s, v, top, total, acc, PRECISION)
+        seen = usable[None, :] & (here[:, None] - source[None, :] > reach)
+        top, total, acc = absorb(tl.where(seen, s, float("-inf")), v, top, total, acc, PRECISION)
 
     out, lse = finished(top, total, acc)
     tl.store(out_ptr + row[:, None] * som + col[None, :] * sod, out.to(q_ptr.dtype.element_ty), mask=inside)

@@ -10,37 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .chunks import local_run, odd_tile, sees, set_tile, tile_of, turn_of
 from .common import dot, eager, launch, next_power, padded_dim, precision
-from .slots import gather, slots
-
-
-@triton.jit
-def sees(here, key, before, reach):
-    """Which keys are local to which queries, by position; `before` begins the query's chunk."""
-    distance = here - key
-    return (distance >= 0) & ((key >= before) | (distance <= reach))
-
-
-@triton.jit
-def local_run(first, last, before, reach, HAS_MASK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(start, full, edge, stop) of the keys local to queries first … last of one chunk.
-
-    Tiles begin at `start`; every query sees the whole of those from `full` to `edge`, the others need a mask.
-    """
-    start = tl.maximum(tl.minimum(before, first - reach), 0)
-    full = start + tl.cdiv(tl.maximum(tl.minimum(before, last - reach) - start, 0), BLOCK_N) * BLOCK_N
-    edge = tl.maximum(start + (first + 1 - start) // BLOCK_N * BLOCK_N, full)
-    if HAS_MASK:
-        full = start
-        edge = start
-    return start, full, edge, last + 1
-
-
-@triton.jit
-def tile_of(ptr, at, inside, stride_n, stride_d, D: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows at … at + BLOCK_N. 64 bits to the first of them, so that offsets inside a tile fit in 32."""
-    offsets = tl.arange(0, BLOCK_N)[:, None] * stride_n + tl.arange(0, D)[None, :] * stride_d
-    return tl.load(ptr + at * stride_n + offsets, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -63,10 +34,7 @@ def _query_kernel(
     HAS_MASK: tl.constexpr, HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    tiles = tl.cdiv(chunk, BLOCK_M)
-    turn = tl.program_id(0) // tiles
-    lo = turn * chunk + tl.program_id(0) % tiles * BLOCK_M
-    hi = tl.minimum((turn + 1) * chunk, m)
+    turn, lo, hi = turn_of(m, chunk, BLOCK_M)
     if lo >= hi:
         return
     head = tl.program_id(1).to(tl.int64)
@@ -90,7 +58,6 @@ def _query_kernel(
     last = tl.minimum(lo + BLOCK_M, hi) - 1 + shift
     row = tl.arange(0, BLOCK_M)
     col = tl.arange(0, D)
-    step = tl.arange(0, BLOCK_N)
     here = first + row
     real = lo + row < hi
     inside = real[:, None] & (col < d)[None, :]
@@ -104,30 +71,38 @@ def _query_kernel(
     tl.store(delta_ptr + head * m + lo + row, delta, mask=real)
     scale2 = scale * 1.4426950408889634
     dq = tl.zeros([BLOCK_M, D], tl.float32)
-    start, full, edge, stop = local_run(first, last, before, reach, HAS_MASK, BLOCK_N)
+    start, full, edge, odd, ahead = local_run(first, last, before, reach, HAS_MASK, BLOCK_N)
     for at in range(full.to(tl.int64), edge, BLOCK_N):
         k = tile_of(k_ptr, at, (col < d)[None, :], skn, skd, D, BLOCK_N)
         v = tile_of(v_ptr, at, (col < d)[None, :], svn, svd, D, BLOCK_N)
         dq = _dq(q, k, v, do, lse2, delta, real[:, None], dq, scale2, PRECISION)
-    ahead = tl.cdiv(tl.minimum(full, stop) - start, BLOCK_N)
-    for tile in range(0, ahead + tl.cdiv(tl.maximum(stop - edge, 0), BLOCK_N)):
-        at = tl.where(tile < ahead, start + tile * BLOCK_N, edge + (tile - ahead) * BLOCK_N).to(tl.int64)
-        key = at.to(tl.int32) + step
-        seen = key <= last
-        if HAS_MASK:
-            seen = seen & (tl.load(mask_ptr + (at + step) * smn, mask=seen, other=0) != 0)
-        k = tile_of(k_ptr, at, seen[:, None] & (col < d)[None, :], skn, skd, D, BLOCK_N)
-        v = tile_of(v_ptr, at, seen[:, None] & (col < d)[None, :], svn, svd, D, BLOCK_N)
-        seen = sees(here[:, None], key[None, :], before, reach) & seen[None, :]
+    for tile in range(0, odd):
+        k, v, seen = odd_tile(
+            tile, start, edge, ahead, k_ptr, v_ptr, mask_ptr, here, last, before, reach,
+            d, skn, skd, svn, svd, smn, HAS_MASK, D, BLOCK_N,
+        )  # fmt: skip
         dq = _dq(q, k, v, do, lse2, delta, seen, dq, scale2, PRECISION)
     for c0 in range(0, tl.where(before > 0, c, 0), BLOCK_C):
-        source, _, usable = slots(index_ptr, index_ptr, valid_ptr, c0, c, False, True, BLOCK_C)
-        usable = usable & (source < before)
-        k = gather(k_ptr, source, usable, skn, skd, d, D)
-        v = gather(v_ptr, source, usable, svn, svd, d, D)
-        seen = usable[None, :] & (here[:, None] - source.to(tl.int32)[None, :] > reach)
+        k, v, source, usable = set_tile(
+            c0, c, k_ptr, v_ptr, index_ptr, valid_ptr, before, d, skn, skd, svn, svd, D, BLOCK_C
+        )
+        seen = usable[None, :] & (here[:, None] - source[None, :] > reach)
         dq = _dq(q, k, v, do, lse2, delta, seen, dq, scale2, PRECISION)
     tl.store(dq_ptr + row[:, None] * sdm + col[None, :] * sdd, (dq * scale).to(q_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _queries(
+    at, end, q_ptr, do_ptr, lse_ptr, delta_ptr, d, sqm, sqd, sgm, sgd, D: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """(q, do, lse in log2 units, δ) of the queries from `at` on, before `end`."""
+    line = at + tl.arange(0, BLOCK_M)
+    real = line < end
+    inside = real[:, None] & (tl.arange(0, D) < d)[None, :]
+    q = tile_of(q_ptr, at, inside, sqm, sqd, D, BLOCK_M)
+    do = tile_of(do_ptr, at, inside, sgm, sgd, D, BLOCK_M)
+    lse2 = tl.load(lse_ptr + line, mask=real, other=float("inf")) * 1.4426950408889634
+    return q, do, lse2, tl.load(delta_ptr + line, mask=real, other=0.0)
 
 
 @triton.jit
@@ -158,10 +133,10 @@ def _slot_kernel(
     hi = tl.minimum((turn + 1) * chunk, m)
     c0 = tl.program_id(0) % blocks * BLOCK_C
     own = head * set_stride + turn.to(tl.int64) * set_step
-    source, _, usable = slots(index_ptr + own, index_ptr, valid_ptr + own, c0, c, False, True, BLOCK_C)
-    usable = usable & (source < before)
-    k = gather(k_ptr + batch * skb + kv_head * skh, source, usable, skn, skd, d, D)
-    v = gather(v_ptr + batch * svb + kv_head * svh, source, usable, svn, svd, d, D)
+    k, v, source, usable = set_tile(
+        c0, c, k_ptr + batch * skb + kv_head * skh, v_ptr + batch * svb + kv_head * svh, index_ptr + own,
+        valid_ptr + own, before, d, skn, skd, svn, svd, D, BLOCK_C,
+    )  # fmt: skip
     q_ptr += batch * sqb + kv_head * group * sqh
     do_ptr += batch * sgb + kv_head * group * sgh
     row = tl.arange(0, BLOCK_M)
@@ -172,14 +147,12 @@ def _slot_kernel(
     for tile in range(0, group * tiles):
         of = (tile // tiles).to(tl.int64)
         at = (turn * chunk + tile % tiles * BLOCK_M).to(tl.int64)
-        real = at + row < hi
-        q = tile_of(q_ptr + of * sqh, at, real[:, None] & (col < d)[None, :], sqm, sqd, D, BLOCK_M)
-        do = tile_of(do_ptr + of * sgh, at, real[:, None] & (col < d)[None, :], sgm, sgd, D, BLOCK_M)
-        line = (head * group + of) * m + at + row
-        lse2 = tl.load(lse_ptr + line, mask=real, other=float("inf")) * 1.4426950408889634
-        delta = tl.load(delta_ptr + line, mask=real, other=0.0)
+        q, do, lse2, delta = _queries(
+            at, hi, q_ptr + of * sqh, do_ptr + of * sgh, lse_ptr + (head * group + of) * m,
+            delta_ptr + (head * group + of) * m, d, sqm, sqd, sgm, sgd, D, BLOCK_M,
+        )  # fmt: skip
         here = at.to(tl.int32) + row + n - m
-        seen = usable[:, None] & (here[None, :] - source.to(tl.int32)[:, None] > reach)
+        seen = usable[:, None] & (here[None, :] - source[:, None] > reach)
         dk, dv = _dkv(k, v, q, do, lse2, delta, seen, dk, dv, scale * 1.4426950408889634, PRECISION)
     slot = c0 + tl.arange(0, BLOCK_C)
     into = (head * tl.cdiv(m, chunk) + turn) * c * d + slot[:, None] * d + col[None, :]
@@ -229,12 +202,10 @@ def _key_kernel(
     for tile in range(0, group * tiles):
         of = (tile // tiles).to(tl.int64)
         at = (start + tile % tiles * BLOCK_M).to(tl.int64)
-        real = at + row < m
-        q = tile_of(q_ptr + of * sqh, at, real[:, None] & (col < d)[None, :], sqm, sqd, D, BLOCK_M)
-        do = tile_of(do_ptr + of * sgh, at, real[:, None] & (col < d)[None, :], sgm, sgd, D, BLOCK_M)
-        line = (head * group + of) * m + at + row
-        lse2 = tl.load(lse_ptr + line, mask=real, other=float("inf")) * 1.4426950408889634
-        delta = tl.load(delta_ptr + line, mask=real, other=0.0)
+        q, do, lse2, delta = _queries(
+            at, m, q_ptr + of * sqh, do_ptr + of * sgh, lse_ptr + (head * group + of) * m,
+            delta_ptr + (head * group + of) * m, d, sqm, sqd, sgm, sgd, D, BLOCK_M,
+        )  # fmt: skip
         query = at.to(tl.int32) + row
         before = query // chunk * chunk + shift
         seen = sees((query + shift)[None, :], key[:, None], before[None, :], reach) & seen_key[:, None]
