@@ -13,7 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import as_heads, dot, eager, launch, padded_dim, precision, row_splits
+from .common import as_heads, dot, eager, launch, multiplies_fp64, padded_dim, precision, row_splits
+
+# Rows that plain torch widens to fp64 at a time.
+PLAIN_ROWS = 4096
 
 
 @triton.jit
@@ -109,7 +112,21 @@ def _config(d, dtype, precise):
     return (128, 256, 8, 3) if padded == 128 else (min(padded, 128), 128, 8 if padded > 64 else 4, 3)
 
 
+def _gram_plain(keys, mask):
+    """The precise sum by plain torch, a few thousand rows at a time."""
+    total = keys.new_zeros((*keys.shape[:-2], keys.shape[-1], keys.shape[-1]), dtype=torch.float64)
+    for start in range(0, keys.shape[-2], PLAIN_ROWS):
+        rows = keys[..., start : start + PLAIN_ROWS, :].double()
+        if mask is not None:
+            seen = mask.expand(*keys.shape[:-1])[..., start : start + PLAIN_ROWS, None]
+            rows = torch.where(seen, rows, 0.0)
+        total += rows.mT @ rows
+    return total.triu() + total.triu(1).mT
+
+
 def _gram(keys: torch.Tensor, mask: torch.Tensor | None, precise: bool) -> torch.Tensor:
+    if precise and not multiplies_fp64(keys):
+        return _gram_plain(keys, mask)
     # The fp64 matrix units take fp32 input only through Triton, so 16-bit keys are widened first.
     k = as_heads(keys.float() if precise else keys, 2)
     b, h, n, d = k.shape

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import as_heads, dot, eager, launch, padded_dim, precision, row_splits
+from .common import as_heads, dot, eager, launch, padded_dim, precision, row_splits, small
 
 
 @triton.jit
@@ -136,11 +136,11 @@ def _halves_kernel(
         k_ptr += BLOCK_N * skn
 
 
-def _config(d, dtype):
+def _config(d, dtype, tight=False):
     """(columns of P in a block, rows of a tile, warps, stages, programs on a multiprocessor)."""
     padded = padded_dim(d)
     if dtype == torch.float32:
-        return min(padded, 64 if padded <= 128 else 32), 64, 4, 2, 1
+        return min(padded, 64 if padded <= 128 else 32), 32 if tight and padded > 128 else 64, 4, 2, 1
     if padded > 128:
         return 64, 64, 4, 3, 1
     return (64, 64, 4, 3, 2) if padded == 128 else (padded, 128, 4, 3, 2)
@@ -150,7 +150,7 @@ def _leverage(keys: torch.Tensor, whitening: torch.Tensor, mask: torch.Tensor | 
     k = as_heads(keys, 2)
     b, h, n, d = k.shape
     padded = padded_dim(d)
-    block_j, block_n, warps, stages, per_sm = _config(d, keys.dtype)
+    block_j, block_n, warps, stages, per_sm = _config(d, keys.dtype, small(keys))
     splits, rows = row_splits(n, b * h, block_n, keys, per_sm)
     out = keys.new_empty((b * h, n), dtype=torch.float32)
     m = k if mask is None else as_heads(mask.expand(*keys.shape[:-1]), 1)
