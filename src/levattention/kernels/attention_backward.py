@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import dot, eager, launch, next_power, padded_dim, precision, row_splits, small
+from .common import cdiv, dot, eager, launch, next_power, padded_dim, precision, row_splits, small
 from .slots import gather, slots
 
 # The largest slots × columns for which one pass has the registers for dq, dk and dv.
@@ -254,7 +254,7 @@ def _backward(
     kv_heads, c = index.shape[1:]
     group = heads // kv_heads
     block_m, block_c, warps, stages, per_sm = _key_config(c, d, q.dtype, small(q))
-    blocks = triton.cdiv(c, block_c)
+    blocks = cdiv(c, block_c)
     one_pass = blocks == 1 and block_c * padded_dim(d) <= ONE_PASS
     splits, rows = row_splits(m, b * heads * blocks, block_m, q, per_sm)
     index = index.contiguous()
@@ -293,7 +293,7 @@ def _backward(
     )  # fmt: skip
     del flags["HAS_DLSE"]
     launch(
-        _scatter_kernel, (triton.cdiv(c, 8), b * kv_heads), (dk_part, dv_part, index, bias_data, valid_data, dk, dv),
+        _scatter_kernel, (cdiv(c, 8), b * kv_heads), (dk_part, dv_part, index, bias_data, valid_data, dk, dv),
         (c, d, kv_heads, group * splits, *dk.stride(), *dv.stride()),
         dict(**flags, D=padded_dim(d), BLOCK_C=8), warps=4,
     )  # fmt: skip

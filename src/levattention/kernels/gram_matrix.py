@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import as_heads, dot, eager, launch, multiplies_fp64, padded_dim, precision, row_splits
+from .common import as_heads, cdiv, dot, eager, launch, multiplies_fp64, padded_dim, precision, row_splits
 
 # Rows that plain torch widens to fp64 at a time.
 PLAIN_ROWS = 4096
@@ -131,7 +131,7 @@ def _gram(keys: torch.Tensor, mask: torch.Tensor | None, precise: bool) -> torch
     k = as_heads(keys.float() if precise else keys, 2)
     b, h, n, d = k.shape
     block_d, block_n, warps, stages = _config(d, keys.dtype, precise)
-    blocks = triton.cdiv(d, block_d)
+    blocks = cdiv(d, block_d)
     splits, rows = row_splits(n, b * h * (blocks * (blocks + 1) // 2), block_n, keys)
     direct = splits == 1 and blocks == 1
     out = keys.new_empty((b * h, d, d), dtype=torch.float64)
@@ -152,7 +152,7 @@ def _gram(keys: torch.Tensor, mask: torch.Tensor | None, precise: bool) -> torch
     )  # fmt: skip
     if not direct:
         launch(
-            _reduce_kernel, (triton.cdiv(d * d, 1024), b * h), (part, out), (d, splits),
+            _reduce_kernel, (cdiv(d * d, 1024), b * h), (part, out), (d, splits),
             {"BLOCKS": blocks, "BLOCK_D": block_d, "BLOCK": 1024}, warps=8,
         )  # fmt: skip
     return out.view(*keys.shape[:-2], d, d)
