@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, help="train on the first so many images")
     parser.add_argument("--test-count", type=int, help="test on the first so many images")
     parser.add_argument("--selector-count", type=int, help="the same for softmax-trained models under every selector")
+    parser.add_argument("--selector-seeds", type=int, nargs="+", help="only these seeds under every selector")
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
@@ -139,7 +140,8 @@ def main() -> None:
     def one(row: str, seed: int) -> None:
         started = time.perf_counter()
         last = run(row, seed, given)
-        selectors = untrained(given.out / f"{row}-seed{seed}", given) if row.endswith("softmax") else {}
+        shown = row.endswith("softmax") and seed in (given.selector_seeds or given.seeds)
+        selectors = untrained(given.out / f"{row}-seed{seed}", given) if shown else {}
         with lock:
             found[row, seed] = last, selectors
             table(given, found)

@@ -104,6 +104,13 @@ def test_strided_inputs_and_output_layout(device):
     check(q, k, v, index, valid, chunk=20, reach=4, bound=2e-6)
 
 
+@pytest.mark.parametrize("reach", range(1, 4))
+def test_the_last_query_in_reach_of_a_tile_of_keys(reach, device):
+    # Tiles of 32 keys and queries, chunks that end with them: only the window goes on into the next tile.
+    q, k, v, index, valid = problem(1, 1, 1, 66, 66, 16, 3, 16, device=device)
+    check(q, k, v, index, valid & False, chunk=16, reach=reach, bound=2e-6)
+
+
 def test_chunks_of_one(device):
     check(*problem(1, 1, 1, 9, 30, 16, 5, 1, device=device), chunk=1, reach=2, bound=2e-6)
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from .attention_backward import backward
-from .common import dot, eager, launch, next_power, padded_dim, precision, row_splits
+from .common import dot, eager, launch, next_power, padded_dim, precision, row_splits, small
 from .slots import absorb, finished, gather, slots
 
 
@@ -84,11 +84,12 @@ def _forward_kernel(
         out_ptr += BLOCK_M * som
 
 
-def _forward_config(c, d, dtype):
+def _forward_config(c, d, dtype, tight=False):
     """(queries of a tile, slots of a block, warps, stages, programs on a multiprocessor)."""
     padded, wide = padded_dim(d), dtype == torch.float32
     if wide:
-        return 64 if padded <= 128 else 32, min(64 if padded <= 128 else 32, max(16, next_power(c))), 4, 2, 2
+        edge = 64 if padded <= (64 if tight else 128) else 32
+        return edge, min(edge, max(16, next_power(c))), 4, 2, 2
     if padded > 128:
         return 64, min(64, max(16, next_power(c))), 4, 2, 1
     block_c = min(128, max(16, next_power(c)))
@@ -103,7 +104,7 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     b, heads, m, d = q.shape
     kv_heads, c = index.shape[1:]
-    block_m, block_c, warps, stages, per_sm = _forward_config(c, d, q.dtype)
+    block_m, block_c, warps, stages, per_sm = _forward_config(c, d, q.dtype, small(q))
     splits, rows = row_splits(m, b * heads, block_m, q, per_sm)
     out = torch.empty_like(q)
     lse = q.new_empty((b, heads, m), dtype=torch.float32)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import dot, eager, launch, next_power, padded_dim, precision, row_splits
+from .common import cdiv, dot, eager, launch, next_power, padded_dim, precision, row_splits, small
 from .slots import gather, slots
 
 # The largest slots × columns for which one pass has the registers for dq, dk and dv.
@@ -219,24 +219,28 @@ def _scatter_kernel(
     tl.store(to_v, dv.to(dtype), mask=inside)
 
 
-def _key_config(c, d, dtype):
+def _key_config(c, d, dtype, tight=False):
     """(queries of a tile, slots of a block, warps, stages, programs on a multiprocessor) of `_key_kernel`."""
     padded, wide = padded_dim(d), dtype == torch.float32
     if wide:
-        return 32, min(32 if padded <= 64 else 16, max(16, next_power(c))), 4, 1, 2
+        return 16 if tight and padded > 128 else 32, min(32 if padded <= 64 else 16, max(16, next_power(c))), 4, 1, 2
     # At least 64 slots, the rows of one matrix instruction of a group of four warps.
     block_c = min(128 if padded <= 128 else 64, max(64, next_power(c)))
     if padded * block_c <= 64 * 64:
         return 64, block_c, 4, 2, 4
+    if tight:
+        return (32, 64, 8, 2, 1) if padded <= 128 else (16, 32, 4, 1, 1)
     return 64 if padded <= 128 else 32, block_c, 8, 2, 1
 
 
-def _query_config(c, d, dtype):
+def _query_config(c, d, dtype, tight=False):
     """The same of `_query_kernel`."""
     padded, wide = padded_dim(d), dtype == torch.float32
     if wide:
-        return 32, min(32 if padded <= 64 else 16, max(16, next_power(c))), 4, 1, 2
+        return 16 if tight and padded > 128 else 32, min(32 if padded <= 64 else 16, max(16, next_power(c))), 4, 1, 2
     block_c = min(128 if padded <= 128 else 64, max(16, next_power(c)))
+    if tight and padded > 64:
+        return 32, min(64, block_c), 4, 2, 2
     return 64 if padded <= 128 else 32, block_c, 4, 2, 2
 
 
@@ -249,8 +253,8 @@ def _backward(
     b, heads, m, d = q.shape
     kv_heads, c = index.shape[1:]
     group = heads // kv_heads
-    block_m, block_c, warps, stages, per_sm = _key_config(c, d, q.dtype)
-    blocks = triton.cdiv(c, block_c)
+    block_m, block_c, warps, stages, per_sm = _key_config(c, d, q.dtype, small(q))
+    blocks = cdiv(c, block_c)
     one_pass = blocks == 1 and block_c * padded_dim(d) <= ONE_PASS
     splits, rows = row_splits(m, b * heads * blocks, block_m, q, per_sm)
     index = index.contiguous()
@@ -272,7 +276,7 @@ def _backward(
     shape = {"PRECISION": precision(q.dtype), "D": padded_dim(d)}
     sizes = (m, c, d, heads, group, scale)
     if not one_pass:
-        q_block_m, q_block_c, q_warps, q_stages, q_per_sm = _query_config(c, d, q.dtype)
+        q_block_m, q_block_c, q_warps, q_stages, q_per_sm = _query_config(c, d, q.dtype, small(q))
         q_splits, q_rows = row_splits(m, b * heads, q_block_m, q, q_per_sm)
         launch(
             _query_kernel, (q_splits, b * heads), (*tensors, dq), (*sizes, q_rows, *strides),
@@ -289,7 +293,7 @@ def _backward(
     )  # fmt: skip
     del flags["HAS_DLSE"]
     launch(
-        _scatter_kernel, (triton.cdiv(c, 8), b * kv_heads), (dk_part, dv_part, index, bias_data, valid_data, dk, dv),
+        _scatter_kernel, (cdiv(c, 8), b * kv_heads), (dk_part, dv_part, index, bias_data, valid_data, dk, dv),
         (c, d, kv_heads, group * splits, *dk.stride(), *dv.stride()),
         dict(**flags, D=padded_dim(d), BLOCK_C=8), warps=4,
     )  # fmt: skip

@@ -42,8 +42,13 @@ def as_heads(tensor, trailing):
 
 
 def next_power(x):
-    """The smallest power of two that is at least x."""
-    return triton.next_power_of_2(x)
+    """The smallest power of two that is at least x. Triton's own costs microseconds a call on the host."""
+    return 1 << (x - 1).bit_length()
+
+
+def cdiv(a, b):
+    """a / b, rounded up."""
+    return -(-a // b)
 
 
 def padded_dim(d):
@@ -61,6 +66,26 @@ def multiprocessors(tensor):
     return _multiprocessors(tensor.device.index) if tensor.is_cuda else 4
 
 
+@functools.lru_cache
+def _small(index):
+    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin < 128 * 1024
+
+
+def small(tensor):
+    """Whether the tensor's device gives a program 99 KiB of shared memory (RTX, L4), where others give 163 or more."""
+    return tensor.is_cuda and _small(tensor.device.index)
+
+
+@functools.lru_cache
+def _blackwell(index):
+    return torch.cuda.get_device_capability(index)[0] == 10
+
+
+def multiplies_fp64(tensor):
+    """Whether tl.dot takes fp64 on the tensor's device: Triton 3.6 fails to compile it for compute capability 10.x."""
+    return not (tensor.is_cuda and _blackwell(tensor.device.index))
+
+
 _compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 
 
@@ -70,6 +95,8 @@ def launch(kernel, grid, tensors, scalars, constants, *, warps, stages=1):
     Triton works out what a call is specialised on anew each time, which for thirty arguments costs more than a small
     kernel takes. The compiled kernel is therefore kept under all that can change it: scalars, constants, types and
     device, for pointers aligned to 16 bytes. Other pointers take Triton's own way.
+
+    `stages` is how many tiles are on their way at once, or fewer where the device has no room for them.
     """
     if not tensors[0].is_cuda:
         kernel[grid](*tensors, *scalars, **constants)
@@ -81,19 +108,30 @@ def launch(kernel, grid, tensors, scalars, constants, *, warps, stages=1):
     device = tensors[0].get_device()
     if device != torch.cuda.current_device() or not aligned:
         with torch.cuda.device(device):
-            kernel[grid](*tensors, *scalars, **constants, num_warps=warps, num_stages=stages)
+            _fitted(kernel[grid], tensors, scalars, constants, warps, stages)
         return
     key = (kernel.fn, device, warps, stages, *scalars, *constants.values(), *[t.dtype for t in tensors])
     found = _compiled.get(key)
     if found is None:
         if len(_compiled) >= 4096:
             _compiled.clear()
-        handle = kernel[grid](*tensors, *scalars, **constants, num_warps=warps, num_stages=stages)
+        handle = _fitted(kernel[grid], tensors, scalars, constants, warps, stages)
         named = [constants[name] for name in kernel.arg_names[len(tensors) + len(scalars) :]]
         _compiled[key] = handle, named
     else:
         handle, named = found
         handle[(*grid, 1, 1)[:3]](*pointers, *scalars, *named)
+
+
+def _fitted(run, tensors, scalars, constants, warps, stages):
+    """Launch with as many stages as fit; the compiled kernel."""
+    while True:
+        try:
+            return run(*tensors, *scalars, **constants, num_warps=warps, num_stages=stages)
+        except triton.runtime.errors.OutOfResources:
+            if stages == 1:
+                raise
+            stages -= 1
 
 
 def eager(tensor):
@@ -109,7 +147,7 @@ def row_splits(n, heads, tile, device_tensor, programs_per_sm=1):
 
     The order of a two-stage sum follows from this, so it depends on the shape and the device alone.
     """
-    tiles = -(-n // tile)
+    tiles = cdiv(n, tile)
     wanted = max(1, multiprocessors(device_tensor) * programs_per_sm // heads)
-    per_split = -(-tiles // min(tiles, wanted))
-    return -(-tiles // per_split), per_split * tile
+    per_split = cdiv(tiles, min(tiles, wanted))
+    return cdiv(tiles, per_split), per_split * tile

@@ -5,7 +5,7 @@ from .factor import whiten
 from .gram_matrix import gram
 from .scores import leverage
 from .selection import top_k as largest
-from .short import MAX_DIM, MAX_KEYS, short_top_k
+from .short import short_top_k, takes
 
 
 def select(keys, k, mask=None):
@@ -27,10 +27,10 @@ def select(keys, k, mask=None):
 
 def ranked(keys, k, mask=None):
     """The same positions, and the score of every key, (*batch, n) fp32, −inf where masked."""
-    n, d = keys.shape[-2:]
+    n = keys.shape[-2]
     if not 1 <= k <= n:
         raise ValueError(f"k must be between 1 and n = {n}, got {k}")
-    if n <= MAX_KEYS and d <= MAX_DIM:
+    if takes(keys):
         return short_top_k(keys, k, mask)
     scores = leverage(keys, whiten(gram(keys, mask)), mask)
     return largest(scores, k), scores

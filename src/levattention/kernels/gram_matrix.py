@@ -13,7 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import as_heads, dot, eager, launch, padded_dim, precision, row_splits
+from .common import as_heads, cdiv, dot, eager, launch, multiplies_fp64, padded_dim, precision, row_splits
+
+# Rows that plain torch widens to fp64 at a time.
+PLAIN_ROWS = 4096
 
 
 @triton.jit
@@ -140,11 +143,23 @@ def _config(d, dtype, precise):
     return (128, 256, 8, 3) if padded == 128 else (min(padded, 128), 128, 8 if padded > 64 else 4, 3)
 
 
+def _gram_plain(keys, mask):
+    """The precise sum by plain torch, a few thousand rows at a time."""
+    total = keys.new_zeros((*keys.shape[:-2], keys.shape[-1], keys.shape[-1]), dtype=torch.float64)
+    for start in range(0, keys.shape[-2], PLAIN_ROWS):
+        rows = keys[..., start : start + PLAIN_ROWS, :].double()
+        if mask is not None:
+            seen = mask.expand(*keys.shape[:-1])[..., start : start + PLAIN_ROWS, None]
+            rows = torch.where(seen, rows, 0.0)
+        total += rows.mT @ rows
+    return total.triu() + total.triu(1).mT
+
+
 def _sum_runs(keys, mask, precise, splits, rows, config, into):
     """One launch: the products summed over each run of `rows` rows, in blocks, or the whole matrix if it is `into`."""
     b, h, n, d = keys.shape
     block_d, block_n, warps, stages = config
-    blocks = triton.cdiv(d, block_d)
+    blocks = cdiv(d, block_d)
     m = keys if mask is None else mask
     launch(
         _gram_kernel, (splits, b * h, blocks * blocks),
@@ -156,11 +171,13 @@ def _sum_runs(keys, mask, precise, splits, rows, config, into):
 
 
 def _gram(keys: torch.Tensor, mask: torch.Tensor | None, precise: bool) -> torch.Tensor:
+    if precise and not multiplies_fp64(keys):
+        return _gram_plain(keys, mask)
     # The fp64 matrix units take fp32 input only through Triton, so 16-bit keys are widened first.
     k = as_heads(keys.float() if precise else keys, 2)
     b, h, n, d = k.shape
     config = block_d, block_n, _, _ = _config(d, keys.dtype, precise)
-    blocks = triton.cdiv(d, block_d)
+    blocks = cdiv(d, block_d)
     splits, rows = row_splits(n, b * h * (blocks * (blocks + 1) // 2), block_n, keys)
     direct = splits == 1 and blocks == 1
     out = keys.new_empty((b * h, d, d), dtype=torch.float64)
@@ -175,7 +192,7 @@ def _gram(keys: torch.Tensor, mask: torch.Tensor | None, precise: bool) -> torch
     _sum_runs(k, m, precise, splits, rows, config, part)
     if not direct:
         launch(
-            _reduce_kernel, (triton.cdiv(d * d, 1024), b * h), (part, out), (d, splits),
+            _reduce_kernel, (cdiv(d * d, 1024), b * h), (part, out), (d, splits),
             {"BLOCKS": blocks, "BLOCK_D": block_d, "BLOCK": 1024}, warps=8,
         )  # fmt: skip
     return out.view(*keys.shape[:-2], d, d)
@@ -195,12 +212,12 @@ def prefix_grams(keys, runs, base, mask=None):
     """
     b, h, n, d = keys.shape
     config = block_d, *_ = _config(d, keys.dtype, False)
-    blocks = triton.cdiv(d, block_d)
+    blocks = cdiv(d, block_d)
     part = keys.new_empty((b * h, runs, blocks * blocks, block_d, block_d), dtype=torch.float32)
     out = keys.new_empty((b, h, runs, d, d), dtype=torch.float64)
     _sum_runs(keys, mask, False, runs, n // runs, config, part)
     launch(
-        _prefix_kernel, (triton.cdiv(d * d, 512), b * h), (part, base.contiguous(), out), (d, runs),
+        _prefix_kernel, (cdiv(d * d, 512), b * h), (part, base.contiguous(), out), (d, runs),
         {"BLOCKS": blocks, "BLOCK_D": block_d, "BLOCK": 512}, warps=4,
     )  # fmt: skip
     return out

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from .chunks import local_run, odd_tile, set_tile, tile_of, turn_of
-from .common import dot, eager, launch, next_power, padded_dim, precision
+from .common import cdiv, dot, eager, launch, next_power, padded_dim, precision
 from .prefill_backward import backward
 from .slots import absorb, finished
 
@@ -108,7 +108,7 @@ def _prefill(
     index, valid = index.contiguous(), valid.contiguous()
     seen = k[..., 0] if mask is None else mask.expand(k.shape[:3])
     launch(
-        _prefill_kernel, (triton.cdiv(m, chunk) * triton.cdiv(chunk, block_m), b * heads),
+        _prefill_kernel, (cdiv(m, chunk) * cdiv(chunk, block_m), b * heads),
         (q, k, v, index, valid, seen, out, lse),
         (m, n, c, d, heads, heads // kv_heads, chunk, reach, scale, sets * c, c if sets > 1 else 0,
          *q.stride(), *k.stride(), *v.stride(), *out.stride(), *seen.stride()),

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .chunks import local_run, odd_tile, sees, set_tile, tile_of, turn_of
-from .common import dot, eager, launch, next_power, padded_dim, precision
+from .common import cdiv, dot, eager, launch, next_power, padded_dim, precision, small
 
 
 @triton.jit
@@ -246,12 +246,12 @@ def _query_config(c, chunk, d, dtype):
     return min(queries, max(16, next_power(chunk))), keys, min(keys, max(16, next_power(c))), warps, stages
 
 
-def _key_config(d, dtype):
+def _key_config(d, dtype, tight=False):
     """(queries of a tile, keys or slots of a tile, warps, stages) of `_key_kernel` and `_slot_kernel`."""
     padded, wide = padded_dim(d), dtype == torch.float32
     if wide:
         return (32, 32, 4, 1) if padded <= 64 else (16, 16, 8, 1)
-    return (64, 128, 8, 2) if padded <= 64 else (32, 128, 8, 2) if padded == 128 else (32, 32, 8, 2)
+    return (64, 128, 8, 2) if padded <= 64 else (32, 64 if tight else 128, 8, 2) if padded == 128 else (32, 32, 8, 2)
 
 
 def _owners(index, valid, m, n, chunk, tile):
@@ -273,7 +273,7 @@ def _backward(
     kv_heads, n = k.shape[1:3]
     group = heads // kv_heads
     sets, c = index.shape[2:]
-    chunks = triton.cdiv(m, chunk)
+    chunks = cdiv(m, chunk)
     index, valid = index.contiguous(), valid.contiguous()
     dlse = lse if grad_lse is None else grad_lse.contiguous()
     seen = k[..., 0] if mask is None else mask.expand(k.shape[:3])
@@ -285,7 +285,7 @@ def _backward(
 
     block_m, block_n, block_c, warps, stages = _query_config(c, chunk, d, q.dtype)
     launch(
-        _query_kernel, (chunks * triton.cdiv(chunk, block_m), b * heads),
+        _query_kernel, (chunks * cdiv(chunk, block_m), b * heads),
         (grad_out, dlse, q, k, v, index, valid, seen, out, lse, delta, dq),
         (m, n, c, d, heads, group, chunk, reach, scale, *set_strides,
          *strides, *out.stride(), *dq.stride(), *seen.stride()),
@@ -293,12 +293,12 @@ def _backward(
              BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_C=block_c),
         warps=warps, stages=stages,
     )  # fmt: skip
-    block_m, block_n, warps, stages = _key_config(d, q.dtype)
+    block_m, block_n, warps, stages = _key_config(d, q.dtype, small(q))
     dk_part = q.new_empty((b * kv_heads, chunks * c, d), dtype=torch.float32)
     dv_part = torch.empty_like(dk_part)
     block_c = min(block_n, max(16, next_power(c)))
     launch(
-        _slot_kernel, (chunks * triton.cdiv(c, block_c), b * kv_heads),
+        _slot_kernel, (chunks * cdiv(c, block_c), b * kv_heads),
         (grad_out, q, k, v, index, valid, lse, delta, dk_part, dv_part),
         (m, n, c, d, kv_heads, group, chunk, reach, scale, *set_strides, *strides),
         dict(**shape, BLOCK_M=block_m, BLOCK_C=block_c), warps=warps, stages=stages,
@@ -306,7 +306,7 @@ def _backward(
     every = (b, kv_heads, chunks, c)
     owner, slot, edges = _owners(index.expand(every), valid.expand(every), m, n, chunk, block_n)
     launch(
-        _key_kernel, (triton.cdiv(n, block_n), b * kv_heads),
+        _key_kernel, (cdiv(n, block_n), b * kv_heads),
         (grad_out, q, k, v, seen, lse, delta, dk_part, dv_part, owner, slot, edges, dk, dv),
         (m, n, d, kv_heads, group, chunk, reach, scale, chunks * c,
          *strides, *dk.stride(), *dv.stride(), *seen.stride()),

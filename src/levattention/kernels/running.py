@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from . import MAX_SET
-from .common import eager, launch, next_power, padded_dim, precision
+from .common import cdiv, eager, launch, next_power, padded_dim, precision, small
 from .factor import whiten
 from .gram_matrix import gram, prefix_grams
 from .scores import leverage, split_whitening, squares
@@ -80,19 +80,19 @@ def _running_kernel(
         position_ptr += fresh
 
 
-def _config(k, d, dtype):
+def _config(k, d, dtype, tight=False):
     """(columns of P in a block, held keys in a tile, warps, stages)."""
     padded, rows = padded_dim(d), max(16, next_power(k))
     if dtype == torch.float32:
-        return min(padded, 64 if padded <= 128 else 32), min(64, rows), 4, 1
-    return min(padded, 128 if padded <= 128 else 64), min(128, rows), 8, 1
+        return min(padded, 64 if padded <= 128 else 32), min(32 if tight and padded > 128 else 64, rows), 4, 1
+    return min(padded, 128 if padded <= 128 else 64), min(64 if tight and padded > 128 else 128, rows), 8, 1
 
 
 def _running(
     keys: torch.Tensor, k: int, first: int, chunk: int, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     b, h, n, d = keys.shape
-    chunks = triton.cdiv(n - first, chunk)
+    chunks = cdiv(n - first, chunk)
     index = torch.zeros((b, h, chunks, k), dtype=torch.int64, device=keys.device)
     valid = torch.zeros((b, h, chunks, k), dtype=torch.bool, device=keys.device)
     if mask is not None:
@@ -111,7 +111,7 @@ def _running(
     else:
         base = torch.zeros((b, h, d, d), dtype=torch.float64, device=keys.device)
     fresh = min(k, chunk)
-    block_j, block_r, warps, stages = _config(k, d, keys.dtype)
+    block_j, block_r, warps, stages = _config(k, d, keys.dtype, small(keys))
     held = keys.new_empty((b * h, k), dtype=torch.float32)
     # A grid has at most 65,535 programs along its second axis.
     stretch = max(1, min(SCRATCH // (b * h * d * d * 16), 65535 // (b * h)))

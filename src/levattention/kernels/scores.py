@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import as_heads, dot, eager, launch, padded_dim, precision, row_splits
+from .common import as_heads, dot, eager, launch, padded_dim, precision, row_splits, small
 
 
 @triton.jit
@@ -140,11 +140,11 @@ def _halves_kernel(
         k_ptr += BLOCK_N * skn
 
 
-def _config(d, dtype):
+def _config(d, dtype, tight=False):
     """(columns of P in a block, rows of a tile, warps, stages, programs on a multiprocessor)."""
     padded = padded_dim(d)
     if dtype == torch.float32:
-        return min(padded, 64 if padded <= 128 else 32), 64, 4, 2, 1
+        return min(padded, 64 if padded <= 128 else 32), 32 if tight and padded > 128 else 64, 4, 2, 1
     if padded > 128:
         return 64, 64, 4, 3, 1
     return (64, 64, 4, 3, 2) if padded == 128 else (padded, 128, 4, 3, 2)
@@ -154,7 +154,7 @@ def _leverage(keys: torch.Tensor, whitening: torch.Tensor, mask: torch.Tensor | 
     k = as_heads(keys, 2)
     b, h, n, d = k.shape
     padded = padded_dim(d)
-    block_j, block_n, warps, stages, per_sm = _config(d, keys.dtype)
+    block_j, block_n, warps, stages, per_sm = _config(d, keys.dtype, small(keys))
     each = whitening.ndim > keys.ndim
     if each:
         splits = whitening.shape[-3]

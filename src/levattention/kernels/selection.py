@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from . import MAX_SET
-from .common import eager, launch, next_power
+from .common import cdiv, eager, launch, next_power
 
 # The most values one program holds in registers.
 TILE = 4096
@@ -113,7 +113,7 @@ def _rounds(scores, k, ordered):
     while True:
         last = n <= LAST_TILE
         block = max(16, next_power(n)) if last else TILE if k <= TILE // 8 else 2 * LAST_TILE
-        tiles = triton.cdiv(n, block)
+        tiles = cdiv(n, block)
         # A short last tile pads with −2 keys, which lose to every real row in the next round.
         out_keys = values.new_empty((rows, tiles, k), dtype=torch.int32)
         out_positions = torch.empty_like(out_keys)

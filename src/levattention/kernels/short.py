@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import as_heads, eager, launch, next_power, padded_dim, precision
+from .common import as_heads, eager, launch, next_power, padded_dim, precision, small
 from .factor import whiten
 from .gram_matrix import gram
 from .scores import split_whitening, squares
@@ -93,6 +93,13 @@ def _(keys, whitening, k, mask):
     return index, keys.new_empty(keys.shape[:-1], dtype=torch.float32)
 
 
+def takes(keys):
+    """Whether the keys are few and narrow enough; a wide fp32 whitening alone fills a small GPU's shared memory."""
+    n, d = keys.shape[-2:]
+    narrow = 64 if keys.dtype == torch.float32 and small(keys) else MAX_DIM
+    return n <= MAX_KEYS and d <= narrow
+
+
 def short_top_k(keys, k, mask=None):
     """The k keys of largest leverage and every key's score, in three launches, for n ≤ 1024 and d ≤ 128.
 
@@ -108,8 +115,10 @@ def short_top_k(keys, k, mask=None):
         ValueError: n, d or k is out of range.
     """
     n, d = keys.shape[-2:]
-    if n > MAX_KEYS or d > MAX_DIM:
-        raise ValueError(f"the short route takes n <= {MAX_KEYS} and d <= {MAX_DIM}, got n = {n}, d = {d}")
+    if not takes(keys):
+        raise ValueError(
+            f"the short route takes {MAX_KEYS} x {MAX_DIM} keys, fewer in fp32 on a small GPU, got {n} x {d}"
+        )
     if not 1 <= k <= n:
         raise ValueError(f"k must be between 1 and n = {n}, got {k}")
     keys = keys.detach()
