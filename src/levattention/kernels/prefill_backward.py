@@ -236,22 +236,22 @@ def _key_kernel(
     tl.store(dv_ptr + step[:, None] * sun + col[None, :] * sud, dv.to(dtype), mask=inside)
 
 
-def _query_config(c, chunk, d, dtype):
+def _query_config(c, chunk, d, dtype, tight=False):
     """(queries of a tile, keys of a tile, slots of a block, warps, stages) of `_query_kernel`."""
     padded, wide = padded_dim(d), dtype == torch.float32
     if wide:
         queries, keys, warps, stages = (32, 32, 4, 1) if padded <= 64 else (32 if padded == 128 else 16, 16, 8, 1)
     else:
-        queries, keys, warps, stages = (64, 64, 4, 2) if padded <= 128 else (64, 32, 8, 2)
+        queries, keys, warps, stages = (64, 64, 4, 2) if padded <= 128 else (32 if tight else 64, 32, 8, 2)
     return min(queries, max(16, next_power(chunk))), keys, min(keys, max(16, next_power(c))), warps, stages
 
 
-def _key_config(d, dtype, tight=False):
+def _key_config(d, dtype):
     """(queries of a tile, keys or slots of a tile, warps, stages) of `_key_kernel` and `_slot_kernel`."""
     padded, wide = padded_dim(d), dtype == torch.float32
     if wide:
         return (32, 32, 4, 1) if padded <= 64 else (16, 16, 8, 1)
-    return (64, 128, 8, 2) if padded <= 64 else (32, 64 if tight else 128, 8, 2) if padded == 128 else (32, 32, 8, 2)
+    return (64, 128, 8, 2) if padded <= 64 else (32, 64, 8, 2) if padded == 128 else (32, 32, 8, 2)
 
 
 def _owners(index, valid, m, n, chunk, tile):
@@ -283,7 +283,7 @@ def _backward(
     set_strides = sets * c, c if sets > 1 else 0
     strides = [s for t in (grad_out, q, k, v) for s in t.stride()]
 
-    block_m, block_n, block_c, warps, stages = _query_config(c, chunk, d, q.dtype)
+    block_m, block_n, block_c, warps, stages = _query_config(c, chunk, d, q.dtype, small(q))
     launch(
         _query_kernel, (chunks * cdiv(chunk, block_m), b * heads),
         (grad_out, dlse, q, k, v, index, valid, seen, out, lse, delta, dq),
@@ -293,7 +293,7 @@ def _backward(
              BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_C=block_c),
         warps=warps, stages=stages,
     )  # fmt: skip
-    block_m, block_n, warps, stages = _key_config(d, q.dtype, small(q))
+    block_m, block_n, warps, stages = _key_config(d, q.dtype)
     dk_part = q.new_empty((b * kv_heads, chunks * c, d), dtype=torch.float32)
     dv_part = torch.empty_like(dk_part)
     block_c = min(block_n, max(16, next_power(c)))
