@@ -67,7 +67,7 @@ def require_mask(key_mask: Any, k: Tensor) -> Tensor:
     """
     n = k.shape[-2]
     if key_mask is None:
-        return torch.ones(k.shape[:-1], dtype=torch.bool, device=k.device)
+        return torch.ones((), dtype=torch.bool, device=k.device).expand(k.shape[:-1])
     forms = "(B, n), (B, 1, n) or (B, H_kv, n)" if k.ndim == 4 else "(*batch, n)"
     if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
         came = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__

@@ -125,7 +125,11 @@ def attend(  # type: ignore[misc]  # the overloads name only what decides the ty
         else:
             fixed = None if universal is None else require_universal(universal, mask)
             masked = key_mask is not None
-            at_once = head.causal_at_once(choice, fixed, band, chunk, masked) if is_causal and not return_set else None
+            at_once = None
+            if is_causal and not return_set:
+                at_once = head.causal_at_once(choice, fixed, band, chunk, masked)
+            elif isinstance(residual, Drop) and band is None and not return_set:
+                at_once = head.best_at_once(choice, masked)
             if masked and at_once is None:
                 head = head.cleaned()
             if at_once is not None:

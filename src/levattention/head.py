@@ -71,6 +71,17 @@ class Head:
         alike = k.ndim == 4 and k.shape == v.shape and self.queries.dtype == k.dtype == v.dtype
         return alike and self.loss is None and self.dropout_p == 0 and kernels.preferred(k)
 
+    def best_at_once(self, choice: Choice | None, masked: bool) -> Part | None:
+        """Every query over the best keys, of which the kernels keep the positions alone; None where they cannot.
+
+        Unless the head is `masked`, its mask is not looked at. What may not be seen may hold anything.
+        """
+        if choice is None or choice.top_k is None or not (self.fused() and choice.by_kernels(self.k)):
+            return None
+        mask = self.mask if masked else None
+        index = kernels.select(self.k, choice.top_k, mask)
+        return self._gathered(self.k, self.v, index, valid=None if mask is None else mask.gather(-1, index))
+
     def over_keys(self, chosen: UniversalSet, every_slot_valid: bool) -> Part:
         """Every query over the chosen keys, gathered inside the kernel."""
         return self._gathered(self.k, self.v, chosen.index, valid=None if every_slot_valid else chosen.valid)

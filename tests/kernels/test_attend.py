@@ -22,7 +22,7 @@ def routes(monkeypatch, device):
         seen = set()
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "preferred", kernels.supported)
-            for name in ("gathered_attention", "ranked", "gram", "causal_attention", "running_top_k"):
+            for name in ("select", "gathered_attention", "ranked", "gram", "causal_attention", "running_top_k"):
                 plain = getattr(kernels, name)
 
                 def spy(*args, _plain=plain, _name=name, **options):
@@ -64,7 +64,8 @@ def close(ours, plain, bound=1e-5):
 def test_forward_and_gradients(name, groups, routes, device):
     leaves = heads(device, groups=groups)
     ours, plain, seen = routes(lambda: attended(leaves, top_k=12, enable_gqa=groups > 1, **RESIDUALS[name]))
-    assert seen >= {"gathered_attention", "ranked"}
+    # Where nothing but the positions is needed, nothing else is kept.
+    assert seen == {"gathered_attention", "select" if name == "drop" else "ranked"}
     close(ours, plain)
 
 
