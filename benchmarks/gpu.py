@@ -31,6 +31,7 @@ from levattention.causal import RunningSet  # noqa: E402
 from levattention.residuals import Cluster, Sample  # noqa: E402
 from levattention.scorers import Leverage  # noqa: E402
 from levattention.select import Choice  # noqa: E402
+from poison import poisoned  # noqa: E402
 
 # B, H, n, d, k of the target table.
 ROWS = [
@@ -76,25 +77,6 @@ def draw(*shape, dtype=torch.bfloat16):
 
 def relative(got, exact):
     return ((got.double() - exact).norm() / exact.norm()).item()
-
-
-@contextlib.contextmanager
-def poisoned():
-    """Every fresh tensor holds NaN, so an element that no kernel wrote is seen."""
-    plain = torch.empty_like, torch.Tensor.new_empty
-
-    def poison(make):
-        def made(*args, **kwargs):
-            tensor = make(*args, **kwargs)
-            return tensor.fill_(float("nan") if tensor.is_floating_point() else -77)
-
-        return made
-
-    torch.empty_like, torch.Tensor.new_empty = map(poison, plain)
-    try:
-        yield
-    finally:
-        torch.empty_like, torch.Tensor.new_empty = plain
 
 
 def gathered(x, index, group):

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from .attention_backward import backward
 from .common import dot, eager, launch, next_power, padded_dim, precision, row_splits, small
+from .replay import replayed
 from .slots import absorb, finished, gather, slots
 
 
@@ -98,6 +99,7 @@ def _forward_config(c, d, dtype, tight=False):
     return 128, block_c, 8, 4, 1
 
 
+@replayed
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor,
     bias: torch.Tensor | None, valid: torch.Tensor | None, scale: float,
@@ -150,10 +152,17 @@ _attention_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 class _Attention(torch.autograd.Function):
-    """The operator without the dispatcher."""
+    """The operator without the dispatcher.
 
-    forward = staticmethod(_attention)
-    setup_context = staticmethod(_setup_context)
+    With one function for result and context: parted in two, PyTorch inspects the signature anew at each call.
+    """
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _attention(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
     # The kernels' gradients carry no graph of their own: a second derivative is refused, not silently zero.
     backward = staticmethod(once_differentiable(_backward))  # type: ignore[assignment]
 

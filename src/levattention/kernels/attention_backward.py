@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .common import cdiv, dot, eager, launch, next_power, padded_dim, precision, row_splits, small
+from .replay import replayed
 from .slots import gather, slots
 
 # The largest slots × columns for which one pass has the registers for dq, dk and dv.
@@ -230,7 +231,10 @@ def _key_config(c, d, dtype, tight=False):
         return 64, block_c, 4, 2, 4
     if tight:
         return (32, 64, 8, 2, 1) if padded <= 128 else (16, 32, 4, 1, 1)
-    return 64 if padded <= 128 else 32, block_c, 8, 2, 1
+    if padded == 128:
+        # More queries in a tile spill once the program also clears dK and dV.
+        return 32, block_c, 8, 3, 1
+    return 64 if padded < 128 else 32, block_c, 8, 2, 1
 
 
 def _query_config(c, d, dtype, tight=False):
@@ -244,6 +248,7 @@ def _query_config(c, d, dtype, tight=False):
     return 64 if padded <= 128 else 32, block_c, 4, 2, 2
 
 
+@replayed
 def _backward(
     grad_out: torch.Tensor, grad_lse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     index: torch.Tensor, bias: torch.Tensor | None, valid: torch.Tensor | None,
@@ -261,8 +266,7 @@ def _backward(
     grad_lse_data = lse if grad_lse is None else grad_lse.contiguous()
     bias_data = index if bias is None else bias.contiguous()
     valid_data = index if valid is None else valid.contiguous()
-    # Measured: at 128 slots of 128 columns the stores cost more registers than the separate fill costs time.
-    fill = m == k.shape[2] and group == 1 and blocks == 1 and block_c * padded_dim(d) <= 64 * 64
+    fill = m == k.shape[2] and group == 1 and blocks == 1 and padded_dim(d) <= 128
     dq = torch.empty_like(q)
     dk, dv = (torch.empty_like(k), torch.empty_like(v)) if fill else (torch.zeros_like(k), torch.zeros_like(v))
     dk_part = q.new_empty((b * heads, splits, c, d), dtype=torch.float32)

@@ -7,6 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .replay import eager, note, unheard
+
+__all__ = ["eager"]
+
 INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -99,7 +103,10 @@ def launch(kernel, grid, tensors, scalars, constants, *, warps, stages=1):
     `stages` is how many tiles are on their way at once, or fewer where the device has no room for them.
     """
     if not tensors[0].is_cuda:
-        kernel[grid](*tensors, *scalars, **constants)
+        run = functools.partial(kernel[grid], **constants)
+        with unheard():
+            run(*tensors, *scalars)
+        note(run, tensors, scalars)
         return
     pointers = [t.data_ptr() for t in tensors]
     aligned = True
@@ -109,6 +116,7 @@ def launch(kernel, grid, tensors, scalars, constants, *, warps, stages=1):
     if device != torch.cuda.current_device() or not aligned:
         with torch.cuda.device(device):
             _fitted(kernel[grid], tensors, scalars, constants, warps, stages)
+        note(None, tensors, scalars)
         return
     key = (kernel.fn, device, warps, stages, *scalars, *constants.values(), *[t.dtype for t in tensors])
     found = _compiled.get(key)
@@ -118,28 +126,24 @@ def launch(kernel, grid, tensors, scalars, constants, *, warps, stages=1):
         handle = _fitted(kernel[grid], tensors, scalars, constants, warps, stages)
         named = [constants[name] for name in kernel.arg_names[len(tensors) + len(scalars) :]]
         _compiled[key] = handle, named
+        run = handle[(*grid, 1, 1)[:3]]
     else:
         handle, named = found
-        handle[(*grid, 1, 1)[:3]](*pointers, *scalars, *named)
+        run = handle[(*grid, 1, 1)[:3]]
+        run(*pointers, *scalars, *named)
+    note(run, tensors, (*scalars, *named))
 
 
 def _fitted(run, tensors, scalars, constants, warps, stages):
     """Launch with as many stages as fit; the compiled kernel."""
     while True:
         try:
-            return run(*tensors, *scalars, **constants, num_warps=warps, num_stages=stages)
+            with unheard():
+                return run(*tensors, *scalars, **constants, num_warps=warps, num_stages=stages)
         except triton.runtime.errors.OutOfResources:
             if stages == 1:
                 raise
             stages -= 1
-
-
-def eager(tensor):
-    """True where a call can run its kernels at once, without the dispatcher: no tracing, and a plain tensor.
-
-    A registered operator costs tens of microseconds a call; it is there for torch.compile and its like.
-    """
-    return type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
 
 
 def row_splits(n, heads, tile, device_tensor, programs_per_sm=1):

@@ -1,8 +1,11 @@
 """LevAttention with a fixed number of keys: choose a route by shape, select, attend."""
 
+import torch
+
 from .attention import gathered_attention
 from .factor import whiten
 from .gram_matrix import gram
+from .replay import eager, replayed
 from .scores import leverage
 from .selection import top_k as largest
 from .short import short_top_k, takes
@@ -22,6 +25,11 @@ def select(keys, k, mask=None):
     Raises:
         ValueError: k is not between 1 and n.
     """
+    return _select(keys, k, mask) if eager(keys) else ranked(keys, k, mask)[0]
+
+
+@replayed
+def _select(keys, k, mask):
     return ranked(keys, k, mask)[0]
 
 
@@ -32,7 +40,7 @@ def ranked(keys, k, mask=None):
         raise ValueError(f"k must be between 1 and n = {n}, got {k}")
     if takes(keys):
         return short_top_k(keys, k, mask)
-    scores = leverage(keys, whiten(gram(keys, mask)), mask)
+    scores = leverage(keys, whiten(gram(keys, mask, dtype=torch.float32)), mask)
     return largest(scores, k), scores
 
 
