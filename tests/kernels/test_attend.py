@@ -119,6 +119,19 @@ def test_causal_padding_may_hold_anything(routes, device):
     close(ours, plain)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, under the interpreter
+@pytest.mark.parametrize(("n", "d"), [(70, 5), (70, 60), (1100, 100)])
+def test_nan_or_inf_in_a_visible_key_is_not_passed_over(n, d, monkeypatch, device):
+    monkeypatch.setattr(kernels, "preferred", kernels.supported)
+    q, k, v = (x.detach() for x in heads(device, n=n, d=d))
+    k[0, 1, 20, d - 1], k[1, 0, 30, 0] = float("nan"), float("inf")
+    assert (kernels.select(k, 9)[1, 0] == 30).any()
+    out = la.attend(q, k, v, top_k=9)
+    assert out[0, 1].isnan().all()
+    out[0, 1] = out[1, 0] = 0
+    assert out.isfinite().all()
+
+
 def test_causal_in_half_precision_over_a_given_set(routes, device):
     leaves = heads(device, torch.bfloat16)
     given = la.universal_set(leaves[1].detach(), k=20)

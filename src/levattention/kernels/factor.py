@@ -33,6 +33,12 @@ def unit_scale(diagonal):
 
 
 @triton.jit
+def finite(x):
+    """NaN and inf as 0. A column that holds one then counts as dependent, and a row that holds one scores NaN."""
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@triton.jit
 def _load_rows(g_ptr, stride, unit, start, d, EQUILIBRATE: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
     """Rows start … start + R of the matrix at `g_ptr`, scaled to a unit diagonal if asked."""
     r = start + tl.arange(0, R)
@@ -41,7 +47,7 @@ def _load_rows(g_ptr, stride, unit, start, d, EQUILIBRATE: tl.constexpr, D: tl.c
     if EQUILIBRATE:
         own = unit_scale(tl.load(g_ptr + r * (stride + 1), mask=r < d, other=0.0))
         g = g * own[:, None] * unit[None, :]
-    return g.to(tl.float32)
+    return finite(g.to(tl.float32))
 
 
 @triton.jit
@@ -152,9 +158,9 @@ def _schur_kernel(g_ptr, p_ptr, w_ptr, d, H: tl.constexpr):
     left = tl.load(g_ptr + low[:, None] * d + i[None, :], mask=below, other=0.0) * own[:, None]
     corner = tl.load(g_ptr + low[:, None] * d + low[None, :], mask=corner_inside, other=0.0)
     p1 = tl.load(p_ptr + i[:, None] * d + i[None, :])
-    w = dot(left.to(tl.float32), p1, tl.zeros([H, H], tl.float32), "tf32x3")
+    w = dot(finite(left.to(tl.float32)), p1, tl.zeros([H, H], tl.float32), "tf32x3")
     tl.store(w_ptr + head * H * H + i[:, None] * H + i[None, :], w)
-    s = (corner * own[:, None] * other[None, :]).to(tl.float32)
+    s = finite((corner * own[:, None] * other[None, :]).to(tl.float32))
     s -= dot(w, tl.trans(w), tl.zeros([H, H], tl.float32), "tf32x3")
     tl.store(p_ptr + low[:, None] * d + low[None, :], s, mask=corner_inside)
     tl.store(p_ptr + low[:, None] * d + i[None, :], tl.zeros([H, H], tl.float32), mask=below)
@@ -183,7 +189,8 @@ def _whiten_plain(gram, tol):
     """The same by `eigh` in fp64, for matrices too large for one program's registers."""
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     scale = torch.where(diagonal > 0, diagonal.clamp_min(torch.finfo(gram.dtype).tiny).rsqrt(), 0)
-    values, vectors = torch.linalg.eigh(gram * scale.unsqueeze(-1) * scale.unsqueeze(-2))
+    scaled = torch.nan_to_num(gram * scale.unsqueeze(-1) * scale.unsqueeze(-2), posinf=0.0, neginf=0.0)
+    values, vectors = torch.linalg.eigh(scaled.double())
     inverse = torch.where(values > tol, values.clamp_min(tol).rsqrt(), 0)
     return (scale.unsqueeze(-1) * vectors * inverse.unsqueeze(-2)).float()
 
@@ -220,7 +227,7 @@ def whiten(gram, *, tol=TOLERANCE):
     """P (fp32) with leverage τ_i = ‖k_i P‖², from the Gram matrix of the keys.
 
     Args:
-        gram: (*batch, d, d) fp64, symmetric positive semi-definite.
+        gram: (*batch, d, d) fp64 or fp32, symmetric positive semi-definite.
         tol: the smallest pivot, relative to the column's squared norm, that counts as independent.
 
     Returns:

@@ -170,9 +170,9 @@ def _sum_runs(keys, mask, precise, splits, rows, config, into):
     )  # fmt: skip
 
 
-def _gram(keys: torch.Tensor, mask: torch.Tensor | None, precise: bool) -> torch.Tensor:
+def _gram(keys: torch.Tensor, mask: torch.Tensor | None, precise: bool, dtype: torch.dtype) -> torch.Tensor:
     if precise and not multiplies_fp64(keys):
-        return _gram_plain(keys, mask)
+        return _gram_plain(keys, mask).to(dtype)
     # The fp64 matrix units take fp32 input only through Triton, so 16-bit keys are widened first.
     k = as_heads(keys.float() if precise else keys, 2)
     b, h, n, d = k.shape
@@ -180,7 +180,7 @@ def _gram(keys: torch.Tensor, mask: torch.Tensor | None, precise: bool) -> torch
     blocks = cdiv(d, block_d)
     splits, rows = row_splits(n, b * h * (blocks * (blocks + 1) // 2), block_n, keys)
     direct = splits == 1 and blocks == 1
-    out = keys.new_empty((b * h, d, d), dtype=torch.float64)
+    out = keys.new_empty((b * h, d, d), dtype=dtype)
     part = (
         out
         if direct
@@ -227,20 +227,21 @@ _gram_op = torch.library.custom_op("levattention::gram", _gram, mutates_args=())
 
 
 @_gram_op.register_fake
-def _(keys, mask, precise):
+def _(keys, mask, precise, dtype):
     d = keys.shape[-1]
-    return keys.new_empty((*keys.shape[:-2], d, d), dtype=torch.float64)
+    return keys.new_empty((*keys.shape[:-2], d, d), dtype=dtype)
 
 
-def gram(keys, mask=None, *, precise=False):
-    """KᵀK in fp64, from one read of the keys; see the module's text for its error.
+def gram(keys, mask=None, *, precise=False, dtype=torch.float64):
+    """KᵀK from one read of the keys, summed in fp64; see the module's text for its error.
 
     Args:
         keys: (*batch, n, d), bf16, fp16 or fp32, any strides.
         mask: (*batch, n) bool or what broadcasts to it; rows where it is False are left out (and not read).
         precise: form every product in fp64 (exact: two fp32 mantissas fit), for the certified path.
+        dtype: of the sums that are given back: fp64, or fp32 for a ranking, whose factor is in fp32 anyway.
 
     Returns:
-        (*batch, d, d) fp64, exactly symmetric, the same bits on every call. It has no gradient.
+        (*batch, d, d), exactly symmetric, the same bits on every call. It has no gradient.
     """
-    return (_gram if eager(keys) else _gram_op)(keys.detach(), mask, precise)
+    return (_gram if eager(keys) else _gram_op)(keys.detach(), mask, precise, dtype)

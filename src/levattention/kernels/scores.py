@@ -43,6 +43,12 @@ def squares(k, p, high, low, unscale, SPLIT: tl.constexpr, PRECISION: tl.constex
 
 
 @triton.jit
+def at_most_one(score):
+    """Rounding may leave a little more. NaN, of a row that holds one, becomes 1, so that the row is chosen and seen."""
+    return tl.where(score < 1.0, score, 1.0)
+
+
+@triton.jit
 def _leverage_kernel(
     k_ptr, p_ptr, mask_ptr, out_ptr,
     n, d, heads, rows_per_split,
@@ -77,7 +83,7 @@ def _leverage_kernel(
             if j0 > 0:
                 score += tl.load(out_ptr + at, mask=keep, other=0.0)
             if j0 + BLOCK_J >= D:
-                score = tl.minimum(score, 1.0)
+                score = at_most_one(score)
                 if HAS_MASK:
                     real = tl.load(mask_ptr + at.to(tl.int64) * smn, mask=keep, other=0) != 0
                     score = tl.where(real, score, float("-inf"))
@@ -132,7 +138,7 @@ def _halves_kernel(
         else:
             y = dot(right, b_high, y, "tf32")
             y = dot(right, b_low, y, "tf32")
-        score = tl.minimum(tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1), 1.0)
+        score = at_most_one(tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1))
         if HAS_MASK:
             real = tl.load(mask_ptr + at.to(tl.int64) * smn, mask=keep, other=0) != 0
             score = tl.where(real, score, float("-inf"))
@@ -187,7 +193,7 @@ def _(keys, whitening, mask):
 
 
 def leverage(keys, whitening, mask=None):
-    """Leverage scores τ_i = ‖k_i P‖², clamped to at most 1.
+    """Leverage scores τ_i = ‖k_i P‖², clamped to at most 1; a key that holds NaN or inf scores 1.
 
     Args:
         keys: (*batch, n, d), bf16, fp16 or fp32, any strides.

@@ -11,7 +11,7 @@ import triton.language as tl
 from .common import as_heads, eager, launch, next_power, padded_dim, precision, small
 from .factor import whiten
 from .gram_matrix import gram
-from .scores import split_whitening, squares
+from .scores import at_most_one, split_whitening, squares
 from .selection import best_first, sortable, winners
 
 MAX_KEYS = 1024
@@ -42,7 +42,7 @@ def _short_kernel(
             mask=keep[:, None] & (col < d)[None, :],
             other=0.0,
         )
-        score = tl.minimum(squares(k, p, high, low, unscale, SPLIT, PRECISION), 1.0)
+        score = at_most_one(squares(k, p, high, low, unscale, SPLIT, PRECISION))
         if HAS_MASK:
             real = tl.load(mask_ptr + (start + row) * smn, mask=keep, other=0) != 0
             score = tl.where(real, score, float("-inf"))
@@ -122,4 +122,4 @@ def short_top_k(keys, k, mask=None):
     if not 1 <= k <= n:
         raise ValueError(f"k must be between 1 and n = {n}, got {k}")
     keys = keys.detach()
-    return (_short if eager(keys) else _short_op)(keys, whiten(gram(keys, mask)), k, mask)
+    return (_short if eager(keys) else _short_op)(keys, whiten(gram(keys, mask, dtype=torch.float32)), k, mask)
