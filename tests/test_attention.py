@@ -355,6 +355,7 @@ COMPILE = """
     q, k, v = (torch.randn(2, h, 48, 8).requires_grad_() for h in (4, 2, 2))
     mask = torch.rand(2, 48) < 0.8
     def check(call, backend):
+        torch.compiler.reset()
         fast = torch.compile(call, fullgraph=True, backend=backend)
         a, b = call(q, k, v), fast(q, k, v)
         torch.testing.assert_close(a, b)
@@ -367,16 +368,45 @@ COMPILE = """
         {"top_k": 6, "window": 3}, {"top_k": 6, "is_causal": True, "chunk": 20}, {"eps": 0.3, "is_causal": True},
         {"top_k": 6, "residual": la.residuals.Cluster()}, {"top_k": 6, "residual": la.residuals.Sample()},
         {"top_k": 6, "loss": la.Power(2), "normaliser": "exact"}, {"top_k": 99},
+        {"top_k": 6, "is_causal": True, "chunk": 20, "scorer": la.scorers.Norm()},
+        {"eps": 0.3, "is_causal": True, "chunk": 20, "scorer": la.scorers.Lewis(3)},
     ):
         check(lambda *x: la.attend(*x, enable_gqa=True, key_mask=mask, **options), "aot_eager")
     print("compiled")
 """
 
+COMPILE_MODEL = """
+    import itertools, torch, levattention as la
+    from transformers import ViTConfig, ViTForImageClassification
+    from levattention.integrations.huggingface import use_lev_attention
+    torch.manual_seed(0)
+    shape = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    model = ViTForImageClassification(ViTConfig(**shape, image_size=32, patch_size=8))
+    pixels = torch.randn(2, 3, 32, 32)
+    def run(call, bf16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            logits = call(pixel_values=pixels).logits.float()
+        return [logits, *torch.autograd.grad(logits.square().sum(), model.parameters())]
+    scorers = la.scorers.Leverage(), la.scorers.Norm(), la.scorers.Random(3), la.scorers.Lewis(3)
+    residuals = la.residuals.Drop(), la.residuals.Sample(seed=5), la.residuals.Cluster(heavy=0.25)
+    for i, (scorer, residual) in enumerate(itertools.product(scorers, residuals)):
+        use_lev_attention(model, top_k=6, scorer=scorer, residual=residual)
+        torch.compiler.reset()
+        fast = torch.compile(model, fullgraph=True, backend="aot_eager")
+        bf16, tolerance = (True, 0.05) if i % 2 else (False, 1e-4)
+        for x, y in zip(run(model, bf16), run(fast, bf16)):
+            torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+    print("compiled")
+"""
 
-def test_compiles_as_one_graph_forward_and_backward():
+
+@pytest.mark.parametrize("script", [COMPILE, COMPILE_MODEL], ids=["attend", "model"])
+def test_compiles_as_one_graph_forward_and_backward(script):
     """In a fresh interpreter: the shape checks that these tests switch on are no part of the package."""
-    script = textwrap.dedent(COMPILE)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=500)
+    if script is COMPILE_MODEL:
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert done.stdout.strip() == "compiled", done.stderr[-3000:]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from levattention import kernels
 from levattention.gram import Gram
 from levattention.scorers import Leverage, Norm, Random
-from levattention.select import Choice, score_total
+from levattention.select import Choice, score_total, scored
 from levattention.slots import gather_rows
 from levattention.universal import UniversalSet
 
@@ -75,7 +75,7 @@ class RunningSet:
         if self._gram is not None and isinstance(scorer, Leverage):
             self._gram.update(self.keys[..., start:stop, :])
             return self._gram.leverage(rows, scorer.rtol), score_total(scorer, d, stop)
-        return scorer(rows), score_total(scorer, d, rows.shape[-2])
+        return scored(scorer, rows, None), score_total(scorer, d, rows.shape[-2])
 
 
 def sets_at_once(

@@ -94,7 +94,7 @@ class Head:
             every = torch.arange(keys.shape[-2], device=keys.device).expand(keys.shape[:-1])
             return self._gathered(keys, values, every, slots.log_weight)
         if band is None:
-            return self._see(slice(0, m), slots)
+            return self._see(slice(0, m), slots, slice(0))
         parts = []
         for start in range(0, m, max(BLOCK, band.reach)):
             rows = slice(start, min(start + max(BLOCK, band.reach), m))
@@ -206,9 +206,7 @@ class Head:
         """The positions of some queries."""
         return positions(slice(rows.start + self.shift, rows.stop + self.shift), self.k.device)
 
-    def _see(
-        self, rows: slice, slots: Slots | None, span: slice = slice(0), near: Bool[Tensor, "*_ s"] | None = None
-    ) -> Part:
+    def _see(self, rows: slice, slots: Slots | None, span: slice, near: Bool[Tensor, "*_ s"] | None = None) -> Part:
         """Some queries over the slots, and over the keys of the span that are near them; no key counts twice."""
         queries = self.queries[..., rows, :]
         groups, m = queries.shape[-3:-1]

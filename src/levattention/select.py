@@ -9,11 +9,12 @@ from torch import Tensor
 
 from levattention import kernels
 from levattention.gram import Gram
-from levattention.scorers import Leverage, Scorer
+from levattention.scorers import Leverage, Lewis, Scorer
 from levattention.universal import UniversalSet, capacity, fill_above, scores_for, select_top
 
 
-@dataclass(frozen=True)
+# No __eq__, and so no __hash__ of the fields: torch 2.11's compiler hashes what it calls before it has any fields.
+@dataclass(frozen=True, eq=False)
 class Choice:
     """How keys are chosen: by which scores, and how many.
 
@@ -57,7 +58,7 @@ class Choice:
             if isinstance(self.scorer, Leverage):
                 scores = Gram.of(keys).leverage(keys, self.scorer.rtol)
             else:
-                scores = scores_for(self.scorer, keys, self.eps)
+                scores = scored(self.scorer, keys, self.eps)
             return self.keep(scores, mask, score_total(self.scorer, d, n))
 
     def by_kernels(self, keys: Tensor) -> bool:
@@ -78,6 +79,24 @@ class Choice:
         chosen = scores.gather(-1, index)
         valid = chosen >= 0
         return UniversalSet(index * valid, valid, torch.where(valid, chosen, 0.0), eps)
+
+
+@torch.library.custom_op("levattention::lewis", mutates_args=(), schema="(Tensor keys, float p, float tol) -> Tensor")
+def _lewis(keys: Tensor, p: float, tol: float) -> Tensor:
+    return Lewis(p, tol)(keys)
+
+
+@_lewis.register_fake
+def _(keys: Tensor, p: float, tol: float) -> Tensor:
+    return keys.new_empty(keys.shape[:-1], dtype=torch.float64)
+
+
+def scored(scorer: Scorer, keys: Tensor, eps: float | None) -> Tensor:
+    """The scores of `scores_for`, as one operator where torch.compile could not look inside."""
+    # How often Lewis weights are iterated depends on the keys.
+    if isinstance(scorer, Lewis) and torch.compiler.is_compiling():
+        return _lewis(keys, scorer.p, scorer.tol)
+    return scores_for(scorer, keys, eps)
 
 
 def score_total(scorer: Scorer, d: int, n: int) -> float:

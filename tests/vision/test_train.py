@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -27,7 +28,7 @@ from levattention.vision import Augment, Recipe, Selection, Shape, load_recipe, 
 from levattention.vision.evaluate import rank
 from levattention.vision.images import ArrayImages
 from levattention.vision.overlap import overlap
-from levattention.vision.runfolder import read_metrics
+from levattention.vision.runfolder import RunFolder, read_metrics
 from levattention.vision.train import Trainer, train
 
 TINY = Shape(image=8, patch=2, channels=1, classes=2, hidden=12, layers=2, heads=2, mlp=16)
@@ -225,6 +226,41 @@ def test_bf16_trains_too(tmp_path):
     one, two = ([line["loss"] for line in read_metrics(tmp_path / run) if "loss" in line] for run in ("bf16", "fp32"))
     np.testing.assert_allclose(one, two, rtol=0.03)
     assert one != two
+
+
+def test_compiled_full_attention_gets_no_mask():
+    """With the one that transformers makes for a graph, CUDA has no fused attention."""
+    masks = []
+
+    def backend(graph, inputs):
+        nodes = [node for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target)]
+        masks.extend(node.kwargs["attn_mask"] for node in nodes)
+        return graph.forward
+
+    trainer = Trainer(replace(RECIPE, selection=None), 160, cpu=True)
+    model, pixels = trainer.model, torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    torch.compiler.reset()
+    got = torch.compile(model, backend=backend, fullgraph=True)(pixel_values=pixels).logits
+    assert masks == [None, None]
+    model.set_attn_implementation("sdpa")
+    assert got.equal(model(pixel_values=pixels).logits)
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_the_optimizers_steps_are_counted_where_it_wants_them(tmp_path, fused):
+    """Restored on another device than the CPU. An optimizer of another kind than was saved takes them too."""
+    model = TINY.build(0)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(pixel_values=torch.ones(1, 1, 8, 8)).logits.sum().backward()
+    optimizer.step()
+    RunFolder(tmp_path / "run", {}, resume=False).save(model, optimizer, 1, 0.0)
+    elsewhere = TINY.build(0).to("meta")
+    optimizer = torch.optim.AdamW(elsewhere.parameters(), fused=fused)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # weights of no storage take no values
+        assert RunFolder(tmp_path / "run", {}, resume=True).load(elsewhere, optimizer) == (1, 0.0)
+    state = optimizer.state[elsewhere.classifier.weight]
+    assert (state["step"].device.type, state["exp_avg"].device.type) == ("meta" if fused else "cpu", "meta")
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):

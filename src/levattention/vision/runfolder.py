@@ -79,7 +79,9 @@ class RunFolder:
         for name, parameter in model.named_parameters():
             if f"{MOMENTS[0]}.{name}" in held:
                 moments = {moment: held[f"{moment}.{name}"].to(parameter.device) for moment in MOMENTS}
-                optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moments}
+                # A fused optimizer counts its steps beside the parameters, any other one on the CPU.
+                place = parameter.device if optimizer.defaults.get("fused") else None
+                optimizer.state[parameter] = {"step": torch.tensor(float(step), device=place), **moments}
         if self.writes:
             self._cut(step)
         return step, seconds

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# What transformers knows PyTorch's attention by, where no mask goes with it.
+UNMASKED = "levattention-unmasked"
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -73,7 +76,7 @@ class Shape:
             hidden_act="gelu",
             layer_norm_eps=1e-6,
         )
-        model = empty_vit(config, self.pre_logits)
+        model = without_masks(empty_vit(config, self.pre_logits))
         if seed is not None:
             _initialise(model, torch.Generator().manual_seed(seed))
         if self.positions == "sincos":
@@ -92,6 +95,20 @@ def empty_vit(config: Any, pre_logits: bool) -> Any:
     if pre_logits:
         before = nn.Linear(config.hidden_size, config.hidden_size)
         model.classifier = nn.Sequential(before, nn.Tanh(), model.classifier)
+    return model
+
+
+def without_masks(model: Any) -> Any:
+    """The model itself, whose full attention is `scaled_dot_product_attention` without a mask.
+
+    Under torch.compile transformers makes one that is True everywhere, expanded from one element. CUDA has no fused
+    kernel for the strides of that. A name without a mask function gets no mask.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(UNMASKED, sdpa_attention_forward)
+    model.set_attn_implementation(UNMASKED)
     return model
 
 

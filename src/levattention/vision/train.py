@@ -121,7 +121,11 @@ class Trainer:
         # Autocast is our own: accelerate's is set once for a process, whatever runs in it later.
         self.accelerator = Accelerator(mixed_precision="no", cpu=cpu)
         self.model = recipe.shape.build(recipe.seed).to(self.accelerator.device)
-        self.optimizer: Any = torch.optim.AdamW(_groups(self.model, recipe), lr=recipe.lr, betas=recipe.betas)
+        # One kernel for all parameters on CUDA; elsewhere PyTorch's default, whose bits a resumed run repeats.
+        fused = True if self.accelerator.device.type == "cuda" else None
+        self.optimizer: Any = torch.optim.AdamW(
+            _groups(self.model, recipe), lr=recipe.lr, betas=recipe.betas, fused=fused
+        )
         self._forward: Any = None
         self._selection: Selection | None = None
 
