@@ -26,9 +26,9 @@ from levattention.vision.evaluate import evaluate
 from levattention.vision.runfolder import read_metrics
 
 HERE = Path(__file__).resolve().parent
-P2 = ["leverage_32", "leverage_64", "leverage_128", "norm_32", "random_32", "cluster_32"]
-ROWS = ["p2_softmax", *(f"p2_{name}" for name in P2), "p1_softmax", *(f"p1_{name}" for name in P2)]
-MAIN = ["p2_softmax", "p2_leverage_32", "p2_norm_32", "p2_random_32"]
+BOTH = ["softmax", "leverage_32", "cluster_32", "norm_32", "random_32", "leverage_64", "leverage_128"]
+ROWS = [*(f"p2_{name}" for name in [*BOTH, "heavy_cluster_32", "sample_32"]), *(f"p1_{name}" for name in BOTH)]
+MAIN = [f"p2_{name}" for name in BOTH[:5]]
 # The 97.5 % points of Student's t with 1, 2, … degrees of freedom.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 BUDGETS = (32, 64, 128)

@@ -13,7 +13,7 @@ from levattention.scorers import Leverage, Lewis, Norm, Random, Scorer
 from levattention.vision.layout import layout
 
 BY = ("leverage", "norm", "random", "lewis")
-RESIDUALS = ("drop", "sample", "cluster", "cluster-keys")
+RESIDUALS = ("drop", "sample", "cluster", "heavy-cluster", "cluster-keys")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Selection:
         by: "leverage", "norm" (squared row norms), "random" (fixed positions, other ones in every head and layer) or
             "lewis" (ℓp Lewis weights).
         top_k: budget of slots a head.
-        residual: "drop", "sample", "cluster", or "cluster-keys" (clusters that do not depend on the queries).
+        residual: "drop", "sample", "cluster", "heavy-cluster" (a quarter of the slots for the best keys), or
+            "cluster-keys" (clusters that do not depend on the queries).
         local: patches within this Manhattan distance are seen besides; 0 for none.
         p: for Lewis weights.
         seed: of random positions and of samples; layer i uses seed + i.
@@ -80,6 +81,7 @@ class Selection:
             "drop": Drop(),
             "sample": Sample(seed=self.seed + layer),
             "cluster": Cluster(),
+            "heavy-cluster": Cluster(heavy=0.25),
             "cluster-keys": Cluster(use_queries=False, tangents=0),
         }
         return {
