@@ -54,6 +54,7 @@ def ours(keys, k, **options):
         *((dtype, 2, 1, 150, 16, 9, 50, 0) for dtype in DTYPES),
         *((dtype, 1, 2, 141, 16, 70, 40, 61) for dtype in DTYPES),  # more slots than a chunk has; keys before queries
         (torch.float32, 1, 1, 300, 32, 1, 90, 0),
+        (torch.bfloat16, 1, 1, 700, 16, 300, 200, 0),  # held keys in two tiles, counts in 64 bits
         (torch.float32, 1, 1, 620, 80, 20, 200, 250),
         (torch.bfloat16, 1, 1, 620, 80, 20, 200, 250),
     ],
@@ -88,6 +89,13 @@ def test_ties_go_to_the_smaller_position(device):
     keys = torch.eye(16, device=device).repeat(12, 1)[None, None]
     got = ours(keys, 20, chunk=48, first=16)
     assert got == [[[list(range(16)), *[list(range(20))] * 3]]]
+
+
+@pytest.mark.parametrize("growth", [1e3, 1e-3])
+def test_scores_that_fall_or_stay_far_from_those_of_the_last_chunk(growth, device):
+    keys = spread(1, 2, 240, 16, device=device)
+    keys[..., 120:, :] *= growth
+    assert ours(keys, 20, chunk=40) == plain(keys, 20, chunk=40)
 
 
 def test_rank_deficient_keys_and_zero_rows(device):

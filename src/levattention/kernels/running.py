@@ -15,67 +15,100 @@ from .common import cdiv, eager, launch, next_power, padded_dim, precision, smal
 from .factor import whiten
 from .gram_matrix import gram, prefix_grams
 from .scores import leverage, split_whitening, squares
-from .selection import contenders, sortable, top_k, winners
-from .slots import gather
+from .selection import contenders, sortable, top_k, winners_near
 
 # Bytes that the Grams, their partial sums and factors may take at once; a longer sequence goes in stretches.
 SCRATCH = 1 << 28
 
 
 @triton.jit
+def _whitening(p_ptr, j0, d, there, D: tl.constexpr, BLOCK_J: tl.constexpr):
+    """A block of P's columns, if P is `there`."""
+    col = tl.arange(0, D)
+    j = j0 + tl.arange(0, BLOCK_J)
+    inside = (col < d)[:, None] & (j < d)[None, :] & there
+    return tl.load(p_ptr + col[:, None] * d + j[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _slots(index_ptr, valid_ptr, start, k, BLOCK_R: tl.constexpr):
+    """(index, valid) of a tile of held keys."""
+    slot = start + tl.arange(0, BLOCK_R)
+    return tl.load(index_ptr + slot, mask=slot < k, other=0), tl.load(valid_ptr + slot, mask=slot < k, other=0)
+
+
+@triton.jit
 def _running_kernel(
-    k_ptr, p_ptr, key_ptr, position_ptr, score_ptr, index_ptr, valid_ptr,
+    k_ptr, p_ptr, key_ptr, position_ptr, index_ptr, valid_ptr,
     k, fresh, d, heads, chunks, first, chunk, begin, steps,
     skb, skh, skn, skd,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr,
-    D: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_R: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """From the set at `begin`, the next `steps` sets of a head. A set lies in the order of positions.
 
     So the candidates do too, and equal scores go to the smaller position. The program hands over to itself through
-    memory that it alone touches; the barriers order its threads.
+    memory that it alone touches; the barrier orders its threads.
+
+    A step is one chain of waits, so whatever does not depend on the set is under way before: P of the next step while
+    this one chooses, and P's conversion while the set itself comes back.
     """
     head = tl.program_id(0).to(tl.int64)
     k_ptr += head // heads * skb + head % heads * skh
     p_ptr += head * steps * d * d
     key_ptr += head * steps * fresh
     position_ptr += head * steps * fresh
-    score_ptr += head * k
     index_ptr += (head * chunks + begin) * k
     valid_ptr += (head * chunks + begin) * k
-    col = tl.arange(0, D)
-    rank = tl.arange(0, BLOCK)
+    # Candidates: K places for held keys, then K for fresh ones. Understating how far they lie side by side has each
+    # thread take single ones, as the scattered stores below want them: else six vectors change threads at every step.
+    rank = tl.max_contiguous(tl.arange(0, 2 * K), 1)
     held = rank < k
-    new = (rank >= k) & (rank < k + fresh)
+    new = (rank >= K) & (rank < K + fresh)
+    tile = tl.arange(0, K // BLOCK_R)
+    col = tl.arange(0, D)[None, :]
+    guess = tl.full([], 0, tl.int32)
+    # Only a whole P is read ahead, into registers that the scores leave free.
+    AHEAD: tl.constexpr = D == BLOCK_J
+    if AHEAD:
+        p = _whitening(p_ptr, 0, d, True, D, BLOCK_J)
+    index, valid = _slots(index_ptr, valid_ptr, 0, k, BLOCK_R)
     for step in range(0, steps):
-        # One block of P's columns at a time, as where all keys are scored.
-        for j0 in tl.static_range(0, D, BLOCK_J):
-            j = j0 + tl.arange(0, BLOCK_J)
-            p = tl.load(p_ptr + col[:, None] * d + j[None, :], mask=(col < d)[:, None] & (j < d)[None, :], other=0.0)
-            high, low, unscale = split_whitening(p, k_ptr.dtype.element_ty) if SPLIT else (p, p, p)
-            for start in range(0, k, BLOCK_R):
-                slot = start + tl.arange(0, BLOCK_R)
-                usable = tl.load(valid_ptr + slot, mask=slot < k, other=0) != 0
-                row = tl.load(index_ptr + slot, mask=slot < k, other=0)
-                x = gather(k_ptr, row, usable, skn, skd, d, D)
-                score = squares(x, p, high, low, unscale, SPLIT, PRECISION)
-                if j0 > 0:
-                    score += tl.load(score_ptr + slot, mask=slot < k, other=0.0)
-                if j0 + BLOCK_J >= D:
-                    score = tl.where(usable, tl.minimum(score, 1.0), float("-inf"))
-                tl.store(score_ptr + slot, score, mask=slot < k)
-            tl.debug_barrier()
-        key = sortable(tl.load(score_ptr + rank, mask=held, other=0.0), held)
-        key = tl.where(new, tl.load(key_ptr + rank - k, mask=new, other=-2), key)
-        position = tl.load(position_ptr + rank - k, mask=new, other=0) + (first + (begin + step) * chunk)
+        other = tl.load(key_ptr + rank - K, mask=new, other=-2)
+        position = tl.load(position_ptr + rank - K, mask=new, other=0) + (first + (begin + step) * chunk)
         position = tl.where(held, tl.load(index_ptr + rank, mask=held, other=0), position)
-        chosen, slot = winners(key, k)
+        usable = tl.load(valid_ptr + rank, mask=held, other=0) != 0
+        score = tl.zeros([K // BLOCK_R, BLOCK_R], tl.float32)
+        # One block of P's columns at a time, as where all keys are scored. If there are several, the barrier, a count
+        # of tiles not known before and slots read anew keep the compiler from holding all of it in registers:
+        # on sm_80 it then spills 14 KB a thread.
+        tiles = K // BLOCK_R if AHEAD else tl.cdiv(k, BLOCK_R)
+        for j0 in tl.static_range(0, D, BLOCK_J):
+            if not AHEAD:
+                tl.debug_barrier()
+                p = _whitening(p_ptr, j0, d, True, D, BLOCK_J)
+            high, low, unscale = split_whitening(p, k_ptr.dtype.element_ty) if SPLIT else (p, p, p)
+            for at in range(0, tiles):
+                # −1 for an empty slot: one vector, not two, goes from the threads that load it to all that need it.
+                row = tl.where(valid != 0, index, -1).to(tl.int32)[:, None]
+                x = tl.load(k_ptr + row.to(tl.int64) * skn + col * skd, mask=(row >= 0) & (col < d), other=0.0)
+                if K > BLOCK_R or not AHEAD:
+                    index, valid = _slots(index_ptr, valid_ptr, (at + 1) % tiles * BLOCK_R, k, BLOCK_R)
+                part = squares(x, p, high, low, unscale, SPLIT, PRECISION)
+                score += tl.where(tile[:, None] == at, part[None, :], 0.0)
+        p_ptr += d * d
+        if AHEAD:
+            p = _whitening(p_ptr, 0, d, step + 1 < steps, D, BLOCK_J)
+        score = tl.reshape(tl.broadcast_to(tl.reshape(tl.minimum(score, 1.0), [1, K]), [2, K]), [2 * K])
+        key = tl.where(held, sortable(tl.where(usable, score, -1.0), held), other)
+        chosen, slot, guess = winners_near(key, k, guess)
         index_ptr += k
         valid_ptr += k
         tl.store(index_ptr + slot, tl.where(key >= 0, position, 0), mask=chosen)
         tl.store(valid_ptr + slot, (key >= 0).to(tl.int8), mask=chosen)
         tl.debug_barrier()
-        p_ptr += d * d
+        # Here, not where the next step begins: there the compiler asks for them only once it has converted P.
+        index, valid = _slots(index_ptr, valid_ptr, 0, k, BLOCK_R)
         key_ptr += fresh
         position_ptr += fresh
 
@@ -85,7 +118,9 @@ def _config(k, d, dtype, tight=False):
     padded, rows = padded_dim(d), max(16, next_power(k))
     if dtype == torch.float32:
         return min(padded, 64 if padded <= 128 else 32), min(32 if tight and padded > 128 else 64, rows), 4, 1
-    return min(padded, 128 if padded <= 128 else 64), min(64 if tight and padded > 128 else 128, rows), 8, 1
+    if padded > 128:
+        return 64, min(64 if tight else 128, rows), 8, 1
+    return padded, min(128 if tight else 256, rows), 8, 1
 
 
 def _running(
@@ -112,7 +147,6 @@ def _running(
         base = torch.zeros((b, h, d, d), dtype=torch.float64, device=keys.device)
     fresh = min(k, chunk)
     block_j, block_r, warps, stages = _config(k, d, keys.dtype, small(keys))
-    held = keys.new_empty((b * h, k), dtype=torch.float32)
     # A grid has at most 65,535 programs along its second axis.
     stretch = max(1, min(SCRATCH // (b * h * d * d * 16), 65535 // (b * h)))
     for begin in range(0, chunks - 1, stretch):
@@ -125,10 +159,10 @@ def _running(
         scores = leverage(rows, whitenings, visible)
         best, places = contenders(scores.view(b, h, steps, chunk), fresh)
         launch(
-            _running_kernel, (b * h,), (keys, whitenings, best, places, held, index, valid),
+            _running_kernel, (b * h,), (keys, whitenings, best, places, index, valid),
             (k, fresh, d, h, chunks, first, chunk, begin, steps, *keys.stride()),
             {"SPLIT": keys.dtype != torch.float32, "PRECISION": precision(keys.dtype), "D": padded_dim(d),
-                 "BLOCK_J": block_j, "BLOCK_R": block_r, "BLOCK": max(16, next_power(k + fresh))},
+                 "BLOCK_J": block_j, "BLOCK_R": block_r, "K": max(16, next_power(k))},
             warps=warps, stages=stages,
         )  # fmt: skip
     return index, valid

@@ -46,18 +46,59 @@ def kth_largest(key, k):
 
 
 @triton.jit
-def winners(key, k):
-    """(chosen, slot): which elements are the k largest, earlier ones first among equals, and their place."""
-    t = kth_largest(key, k)
-    above = key > t
-    equal = key == t
-    room = k - tl.sum(above.to(tl.int32), axis=0)
+def placed(above, equal, room):
+    """(chosen, slot): all that are `above` and the first `room` of the `equal` ones, each in its place among them."""
     # Both counts in one prefix sum: a tile has fewer than 2¹⁵ elements.
     count = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
     equals = count >> 16
     chosen = above | (equal & (equals <= room))
     slot = (count & 0xFFFF) + tl.minimum(equals, room) - 1
     return chosen, slot
+
+
+@triton.jit
+def winners(key, k):
+    """(chosen, slot): which elements are the k largest, earlier ones first among equals, and their place."""
+    t = kth_largest(key, k)
+    above = key > t
+    return placed(above, key == t, k - tl.sum(above.to(tl.int32), axis=0))
+
+
+@triton.jit
+def winners_near(key, k, guess):
+    """`winners` of at least k scores (or −1s) of at most 1, and a threshold that splits them off: the next guess.
+
+    For a program that chooses again and again, waiting for one sum after the other: a guess near the threshold and an
+    end as soon as exactly k elements reach it leave 4 to 6 sums of the 19, and 32 bits add up faster than 64.
+    """
+    # What three counts of up to the tile's length fit in.
+    WIDTH: tl.constexpr = 10 if key.shape[0] < 1024 else 20
+    COUNT: tl.constexpr = tl.int32 if key.shape[0] < 1024 else tl.int64
+    low = tl.full([], -2, tl.int32)
+    high = tl.full([], 0x3F800001, tl.int32)
+    reach = tl.full([], key.shape[0], tl.int32)
+    above = tl.full([], 0, tl.int32)
+    one = tl.maximum(guess - (1 << 22), low)
+    two = tl.maximum(guess - (1 << 20), low)
+    three = tl.minimum(guess + (1 << 18), high)
+    # `reach` elements reach low, at least k; `above` reach high, fewer than k.
+    # The first three thresholds lie about the guess, later ones cut what is left in four.
+    while (reach > k) & (high - low > 1):
+        count = (key >= one).to(COUNT) + ((key >= two).to(COUNT) << WIDTH) + ((key >= three).to(COUNT) << 2 * WIDTH)
+        count = tl.sum(count, axis=0)
+        first = (count & ((1 << WIDTH) - 1)).to(tl.int32)
+        second = ((count >> WIDTH) & ((1 << WIDTH) - 1)).to(tl.int32)
+        third = (count >> 2 * WIDTH).to(tl.int32)
+        above = tl.where(first < k, first, tl.where(second < k, second, tl.where(third < k, third, above)))
+        high = tl.where(first < k, one, tl.where(second < k, two, tl.where(third < k, three, high)))
+        reach = tl.where(third >= k, third, tl.where(second >= k, second, tl.where(first >= k, first, reach)))
+        low = tl.where(third >= k, three, tl.where(second >= k, two, tl.where(first >= k, one, low)))
+        quarter = (high - low + 3) >> 2
+        one = low + quarter
+        two = tl.minimum(one + quarter, high)
+        three = tl.minimum(two + quarter, high)
+    chosen, slot = placed(key >= high, (key >= low) & (key < high), k - above)
+    return chosen, slot, low
 
 
 @triton.jit
