@@ -66,10 +66,10 @@ def attend(  # type: ignore[misc]  # the overloads name only what decides the ty
     all that reach eps. Under f(x) = x² and leverage scores no key outside U can receive a weight of eps (for top_k,
     of the returned set's eps) from any query; for softmax the same choice carries no such guarantee.
 
-    Shapes only are checked and no branch depends on values, so NaN in a visible key gives NaN. Leverage is taken from
-    the fp64 Gram, whatever the scorer's route. On a CUDA device top_k ranks keys by fp32 kernels instead, which may
-    swap keys whose scores lie within the kernels' error (docs/gpu.md); a set that is returned is certified in fp64. A
-    query that sees no key gives zeros.
+    Shapes only are checked and no branch depends on values: a visible key that holds NaN is chosen on a CUDA device,
+    and fails the factorisation on a CPU. Leverage is taken from the fp64 Gram, whatever the scorer's route. On a CUDA
+    device top_k ranks keys by fp32 kernels instead, which may swap keys whose scores lie within the kernels' error
+    (docs/gpu.md); a set that is returned is certified in fp64. A query that sees no key gives zeros.
 
     Args:
         q: (*batch, m, d), as for `scaled_dot_product_attention`: (B, H, m, d).

@@ -14,6 +14,7 @@ from torch.nn.functional import one_hot
 
 from levattention.clusters import farthest_first, joint_features, k_means, slot_queries, tangent_slots
 from levattention.scorers import Random
+from levattention.select import scored
 from levattention.slots import Slots, gather_rows
 from levattention.universal import UniversalSet, best_first
 
@@ -114,7 +115,7 @@ class Sample:
         best = self.best(budget)
         with torch.no_grad():
             light = light_keys(chosen, best, mask)
-            draw = torch.where(light, Random(self.seed)(keys), -1.0)
+            draw = torch.where(light, scored(Random(self.seed), keys, None), -1.0)
             drawn = best_first(draw, budget - best)
             usable = light.gather(-1, drawn)
             size = light.sum(-1, keepdim=True).double()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from levattention import kernels
 from levattention.gram import Gram
-from levattention.scorers import Leverage, Lewis, Scorer
+from levattention.scorers import Leverage, Lewis, Random, Scorer
 from levattention.universal import UniversalSet, capacity, fill_above, scores_for, select_top
 
 
@@ -86,16 +86,30 @@ def _lewis(keys: Tensor, p: float, tol: float) -> Tensor:
     return Lewis(p, tol)(keys)
 
 
+@torch.library.custom_op("levattention::random", mutates_args=(), schema="(Tensor keys, int seed) -> Tensor")
+def _random(keys: Tensor, seed: int) -> Tensor:
+    return Random(seed)(keys).contiguous()
+
+
 @_lewis.register_fake
 def _(keys: Tensor, p: float, tol: float) -> Tensor:
     return keys.new_empty(keys.shape[:-1], dtype=torch.float64)
 
 
+@_random.register_fake
+def _(keys: Tensor, seed: int) -> Tensor:
+    return keys.new_empty(keys.shape[:-1], dtype=torch.float64)
+
+
 def scored(scorer: Scorer, keys: Tensor, eps: float | None) -> Tensor:
     """The scores of `scores_for`, as one operator where torch.compile could not look inside."""
-    # How often Lewis weights are iterated depends on the keys.
-    if isinstance(scorer, Lewis) and torch.compiler.is_compiling():
-        return _lewis(keys, scorer.p, scorer.tol)
+    if torch.compiler.is_compiling():
+        # How often Lewis weights are iterated depends on the keys.
+        if isinstance(scorer, Lewis):
+            return _lewis(keys, scorer.p, scorer.tol)
+        # Compiled for CUDA, the 64-bit constants of the hash meet positions that were narrowed to 32 bits.
+        if isinstance(scorer, Random):
+            return _random(keys, scorer.seed)
     return scores_for(scorer, keys, eps)
 
 
