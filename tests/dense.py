@@ -82,6 +82,8 @@ def causal_sets(keys: Tensor, mask: Tensor, m: int, chunk: int, top_k: int | Non
             else:
                 order = [candidates[a] for a in best(scores[candidates], len(candidates))]
                 kept = order[:top_k]
+                # Among equal scores (d visible keys or fewer all have 1) rounding would choose, here and there.
+                assert not order[top_k:] or scores[kept[-1]] - scores[order[top_k]] > 1e-9, "a tie"
                 dropped = max([dropped, *(float(scores[j]) for j in order[top_k:])])
             read = before
         sets.append((list(kept), dropped))

@@ -191,7 +191,7 @@ def test_operators_are_well_formed(device, monkeypatch):
     kernels.gathered_attention(q, k, v, index, scale=0.2)
     torch.library.opcheck(torch.ops.levattention.gathered_attention.default, (q, k, v, index, None, None, 0.2))
     keys = k.detach()
-    torch.library.opcheck(torch.ops.levattention.gram.default, (keys, None, False))
+    torch.library.opcheck(torch.ops.levattention.gram.default, (keys, None, False, torch.float32))
     p = kernels.whiten(kernels.gram(keys))
     torch.library.opcheck(torch.ops.levattention.whiten.default, (kernels.gram(keys), 1e-5))
     torch.library.opcheck(torch.ops.levattention.leverage.default, (keys, p, None))
