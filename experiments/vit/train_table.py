@@ -26,7 +26,7 @@ from levattention.vision.evaluate import evaluate
 from levattention.vision.runfolder import read_metrics
 
 HERE = Path(__file__).resolve().parent
-BOTH = ["softmax", "leverage_32", "cluster_32", "norm_32", "random_32", "leverage_64", "leverage_128"]
+BOTH = ["softmax", "cluster_32", "leverage_32", "norm_32", "random_32", "leverage_64", "leverage_128"]
 ROWS = [*(f"p2_{name}" for name in [*BOTH, "heavy_cluster_32", "sample_32"]), *(f"p1_{name}" for name in BOTH)]
 MAIN = [f"p2_{name}" for name in BOTH[:5]]
 # The 97.5 % points of Student's t with 1, 2, … degrees of freedom.
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--main", nargs="+", default=MAIN, help="rows trained with every seed; others with the first")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
-    parser.add_argument("--set", nargs="*", default=[], help="NAME=VALUE for every recipe")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], help="NAME=VALUE for every recipe")
     parser.add_argument("--count", type=int, help="train on the first so many images")
     parser.add_argument("--test-count", type=int, help="test on the first so many images")
     parser.add_argument("--selector-count", type=int, help="the same for softmax-trained models under every selector")

@@ -2,7 +2,8 @@
 
 Patch 2 makes the paper's 197 tokens (S/16, L/16), patch 1 its 785 (L/8). Heads have 64 columns, as the paper's, but the
 models are narrow: three heads in six layers, and two heads in four. All rows of one number of tokens are trained alike;
-those that select keys take the first 15 % of the steps with full attention, as the paper's large models. One row is run by
+those that select keys take the first 15 % of the steps with full attention, as the paper's large models. One row is run
+by
 
     levattention vit train experiments/vit/configs/cifar.py:p2_leverage_32 --data cifar10 --out runs/p2_leverage_32
 
@@ -25,8 +26,8 @@ def _recipe(shape: Shape, selection: Selection | None) -> Recipe:
         shape=shape,
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2470, 0.2435, 0.2616),
-        epochs=8 if long else 24,
-        batch=256 if long else 512,
+        epochs=4 if long else 8,
+        batch=256,
         lr=1e-3,
         weight_decay=0.05,
         warmup=200,
@@ -36,7 +37,7 @@ def _recipe(shape: Shape, selection: Selection | None) -> Recipe:
         crop=28 / 32,
         bf16=True,
         compile="default",
-        test_every=600,
+        test_every=500,
         save_every=400,
         log_every=20,
     )
