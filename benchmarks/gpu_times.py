@@ -129,8 +129,10 @@ def time_row(shape, bandwidth, residuals=(None,)):
     rows = []
     for mode in ("eager", "graph") if n <= GRAPH_UP_TO else ("eager",):
         graph = mode == "graph"
-        peer = attempt("sdpa", full, graph=graph) if n <= SDPA_UP_TO else None
-        peer_both = attempt("sdpa backward", full_both, graph=graph) if n <= min(SDPA_UP_TO, BACKWARD_UP_TO) else None
+        # Full attention compiles nothing, and takes seconds where n is large.
+        beside = n <= (GRAPH_UP_TO // 16 if rehearsal else SDPA_UP_TO)
+        peer = attempt("sdpa", full, graph=graph) if beside else None
+        peer_both = attempt("sdpa backward", full_both, graph=graph) if beside else None
         for residual in residuals:
             row = {"B": b, "H": h, "n": n, "d": d, "k": k, "residual": residual, "mode": mode}
             stands_in = RESIDUALS.get(residual)
