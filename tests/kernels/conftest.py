@@ -20,3 +20,14 @@ def poisoned():
 
     with poisoned():
         yield
+
+
+@pytest.fixture(autouse=True)
+def memory_checked():
+    from memcheck import checked
+
+    if torch.cuda.is_available():
+        yield
+    else:
+        with checked():
+            yield
