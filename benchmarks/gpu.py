@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py [--out benchmarks/results/h200.json]
     compute-sanitizer python benchmarks/gpu.py --sanitize
-    ncu --profile-from-start off --csv --page raw --section SpeedOfLight python benchmarks/gpu.py --profile
+    ncu ... python benchmarks/gpu.py --profile        (gpu_profile.py says how, and shortens what it prints)
     python benchmarks/gpu.py --plot benchmarks/results/h200.json docs/img/gpu.png
     python benchmarks/gpu.py --rehearse
 
