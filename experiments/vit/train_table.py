@@ -5,7 +5,9 @@
 Runs `levattention vit train` for each row and seed (rows that are finished are left as they are, one that was stopped
 goes on), `--jobs` at a time and every row's first seed before any second one; tests every softmax-trained model under
 each selector without training; and writes table.md and table.json to `out` after each of these. Accuracy is the mean
-over seeds; ± is half of its 95 % interval by Student's t.
+over seeds; ± is half of its 95 % interval by Student's t. A picture of one or more such tables, a panel each:
+
+    python experiments/vit/train_table.py --plot runs/table.json runs.png
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+# At once, here: transformers brings in its parts when they are asked for, and fails where two threads ask together.
+from transformers import ViTConfig, ViTForImageClassification  # noqa: F401
 
 from levattention.vision import load_vit, open_images
 from levattention.vision.evaluate import evaluate
@@ -116,11 +121,39 @@ def table(given: argparse.Namespace, found: dict[tuple[str, int], tuple[dict[str
     write(given.out, trained | tested, any(given.data.glob("*.webp")))
 
 
+def plot(sources: list[Path], target: Path) -> None:
+    """Top-1 of every row, a dot for each seed: trained, and at the largest budgets below tested only."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tables = [json.loads(source.read_text()) for source in sources]
+    size = [len(table["rows"]) for table in tables]
+    figure, axes = plt.subplots(
+        len(tables), 1, figsize=(7, 1.4 + 0.24 * sum(size)), height_ratios=size, squeeze=False, layout="constrained"
+    )
+    for ax, table in zip(axes[:, 0], tables, strict=True):
+        for place, (row, found) in enumerate(table["rows"].items()):
+            values = [100 * value for value in found["top1"].values()]
+            colour = "C1" if ", tested with " in row else "C0"
+            ax.barh(place, sum(values) / len(values), color=colour, alpha=0.35, height=0.7)
+            ax.plot(values, [place] * len(values), "o", color=colour, markersize=3.5)
+            ax.text(1, place, f"{sum(values) / len(values):.1f}", va="center", fontsize=8)
+        ax.set_yticks(range(len(table["rows"])), [row.replace("_", " ") for row in table["rows"]], fontsize=8)
+        ax.margins(y=0.02)
+        ax.invert_yaxis()
+        ax.set_xlabel("top-1, per cent" + (" (images re-encoded with loss)" if table["lossy"] else ""), fontsize=9)
+        ax.grid(axis="x", alpha=0.3)
+    figure.savefig(target, dpi=130)
+
+
 def main() -> None:
     """Trains every row."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--plot", type=Path, nargs="+", metavar="FILE", help="table.json … and a PNG to draw, and stop")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--recipes", type=Path, default=HERE / "configs" / "cifar.py")
     parser.add_argument("--rows", nargs="+", default=ROWS)
     parser.add_argument("--main", nargs="+", default=MAIN, help="rows trained with every seed; others with the first")
@@ -133,6 +166,12 @@ def main() -> None:
     parser.add_argument("--selector-seeds", type=int, nargs="+", help="only these seeds under every selector")
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
+    if given.plot:
+        if len(given.plot) < 2:
+            parser.error("--plot: expected at least one table.json, then a PNG")
+        return plot(given.plot[:-1], given.plot[-1])
+    if given.data is None or given.out is None:
+        parser.error("--data and --out: expected both")
     given.out.mkdir(parents=True, exist_ok=True)
     found: dict[tuple[str, int], tuple[dict[str, Any], dict[str, float]]] = {}
     lock = threading.Lock()
@@ -140,6 +179,9 @@ def main() -> None:
     def one(row: str, seed: int) -> None:
         started = time.perf_counter()
         last = run(row, seed, given)
+        with lock:
+            found[row, seed] = last, {}
+            table(given, found)
         shown = row.endswith("softmax") and seed in (given.selector_seeds or given.seeds)
         selectors = untrained(given.out / f"{row}-seed{seed}", given) if shown else {}
         with lock:
