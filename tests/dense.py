@@ -90,14 +90,13 @@ def causal_sets(keys: Tensor, mask: Tensor, m: int, chunk: int, top_k: int | Non
     return sets
 
 
-def cluster_slots(q, k, v, budget, scale, *, iterations=4, tangents=2, values=1.0, use_queries=True):
-    """(members, keys, values, log weights) of each slot of one head, with a square root of QᵀQ and loops over clusters.
+def cluster_slots(q, k, v, budget, scale, *, iterations=1, tangents=2, values=1.0, use_queries=True, groups=4):
+    """(members of each slot, group of each query, slots) of one head; slots[g] are keys, values and log weights.
 
-    q (m, d), k (n, d), v (n, e): NumPy arrays of the real queries and visible keys alone.
+    With square roots of QᵀQ and KᵀK and loops over clusters. q (m, d), k (n, d), v (n, e): NumPy arrays of the real
+    queries and visible keys alone.
     """
-    form = q.T @ q / len(q) if use_queries else np.eye(k.shape[1])
-    scales, axes = np.linalg.eigh(form)
-    x = (k - k.mean(0)) @ (axes * np.sqrt(scales.clip(0)))
+    x = (k - k.mean(0)) @ root(q.T @ q / len(q) if use_queries else np.eye(k.shape[1]))
     y = v - v.mean(0)
     points = np.concatenate([x, values * np.sqrt((x**2).sum() / (y**2).sum()) * y], 1)
     seeds = [int(np.argmax((points**2).sum(1)))]
@@ -112,16 +111,46 @@ def cluster_slots(q, k, v, budget, scale, *, iterations=4, tangents=2, values=1.
                     centres[c] = points[owner == c].mean(0)
     members = [np.flatnonzero(owner == c) for c in range(budget)]
     members = [rows for rows in members if len(rows)]
-    at = np.zeros((len(members), k.shape[1]))
-    for step in range(tangents + 1):
-        slots = []
-        for rows, query in zip(members, at, strict=True):
-            mass = np.exp(scale * k[rows] @ query)
-            key = mass @ k[rows] / mass.sum()
-            slots.append((key, mass @ v[rows] / mass.sum(), np.log(mass.sum()) - scale * query @ key))
-        keys, held, log_weight = (np.array(x) for x in zip(*slots, strict=True))
-        if step < tangents:
-            share = np.exp(scale * q @ keys.T + log_weight)
-            share /= share.sum(1, keepdims=True)
-            at = share.T @ q / share.sum(0)[:, None]
-    return members, keys, held, log_weight
+    centred = k - k.mean(0)
+    parts = halves(q @ root(centred.T @ centred), np.arange(len(q)), groups if tangents else 1)
+    group = np.concatenate([np.full(len(part), g) for g, part in enumerate(parts)])[np.argsort(np.concatenate(parts))]
+    slots = [tangents_at(k, v, members, np.zeros((len(members), k.shape[1])), scale)] * len(parts)
+    for _ in range(tangents):
+        slots = [
+            tangents_at(k, v, members, attending(q[part], *own, scale), scale) if len(part) else own
+            for part, own in zip(parts, slots, strict=True)
+        ]
+    return members, group, slots
+
+
+def root(form):
+    """A square root of a positive semidefinite form."""
+    scales, axes = np.linalg.eigh(form)
+    return axes * np.sqrt(scales.clip(0))
+
+
+def halves(points, part, count):
+    """A part (positions in `points`) halved until there are `count`: at the median along its farthest point."""
+    if count == 1:
+        return [part]
+    own = points[part] - points[part].mean(0) if len(part) else points[part]
+    ranked = part[np.argsort(own @ own[np.argmax((own**2).sum(1))], kind="stable")] if len(part) else part
+    middle = (len(part) + 1) // 2
+    return halves(points, ranked[:middle], count // 2) + halves(points, ranked[middle:], count // 2)
+
+
+def tangents_at(k, v, members, at, scale):
+    """Keys, values and log weights of the slots that are exact at one query each."""
+    slots = []
+    for rows, query in zip(members, at, strict=True):
+        mass = np.exp(scale * k[rows] @ query)
+        key = mass @ k[rows] / mass.sum()
+        slots.append((key, mass @ v[rows] / mass.sum(), np.log(mass.sum()) - scale * query @ key))
+    return tuple(np.array(x) for x in zip(*slots, strict=True))
+
+
+def attending(q, keys, held, log_weight, scale):
+    """The mean query of each slot."""
+    share = np.exp(scale * q @ keys.T + log_weight)
+    share /= share.sum(1, keepdims=True)
+    return share.T @ q / share.sum(0)[:, None]

@@ -10,6 +10,8 @@ import torch
 
 import dense
 import levattention as la
+from levattention.clusters import Members, centred, k_means, tangent_slots
+from levattention.query_groups import bisect
 from levattention.residuals import Cluster, Drop, Sample
 from test_attention import inputs, padding, same_with_gradients
 
@@ -71,6 +73,9 @@ def test_bad_shares(heavy):
             kind(heavy)
     with pytest.raises(ValueError, match="iterations"):
         Cluster(iterations=-1)
+    for groups in (0, 3, -2):
+        with pytest.raises(ValueError, match="groups: expected a power of two"):
+            Cluster(groups=groups)
 
 
 def test_drop_is_the_default():
@@ -83,6 +88,8 @@ CLUSTERS = {
     "no queries": {"use_queries": False, "tangents": 0},
     "keys alone": {"values": 0.0},
     "one tangent": {"tangents": 1, "iterations": 8},
+    "the same slots for all": {"groups": 1},
+    "many groups": {"groups": 8, "iterations": 0},
 }
 
 
@@ -104,8 +111,11 @@ def test_clusters_equal_the_written_out_method(options, window, form, groups):
         place = np.flatnonzero(seen)
         queries = q[i, j * groups : (j + 1) * groups].numpy()
         rows = (queries[:, seen].reshape(-1, 5), k[i, j].numpy()[seen], v[i, j].numpy()[seen])
-        members, keys, held, log_weight = dense.cluster_slots(*rows, 6, scale, **CLUSTERS[options])
+        members, part, slots = dense.cluster_slots(*rows, 6, scale, **CLUSTERS[options])
         for g, row in itertools.product(range(groups), range(n)):
+            if not seen[row]:
+                continue  # a query that is no real one only must not disturb the others
+            keys, held, log_weight = slots[part[g * len(place) + np.searchsorted(place, row)]]
             local = np.flatnonzero(near[row] & seen)
             left = np.array([1 - np.isin(place[rows], local).mean() for rows in members])
             weights = np.concatenate(
@@ -124,8 +134,9 @@ def test_heavy_keys_are_kept_out_of_the_clusters():
     mask = torch.ones(1, 1, 30, dtype=torch.bool)
     slots = Cluster(heavy=0.5)(q, k, v, chosen, mask, mask, 5**-0.5)
     kept = chosen.index[0, 0, :4]
-    torch.testing.assert_close(slots.keys[0, 0, :4], k[0, 0, kept])
-    torch.testing.assert_close(slots.log_weight[0, 0, :4], torch.zeros(4, dtype=torch.float64))
+    for group in range(4):
+        torch.testing.assert_close(slots.keys[0, 0, group, :4], k[0, 0, kept])
+        torch.testing.assert_close(slots.log_weight[0, 0, group, :4], torch.zeros(4, dtype=torch.float64))
     assert slots.owner[0, 0, kept].tolist() == [0, 1, 2, 3]
     others = [x for x in range(30) if x not in kept.tolist()]
     assert slots.owner[0, 0, others].min() >= 4
@@ -136,12 +147,11 @@ def test_heavy_keys_are_kept_out_of_the_clusters():
 
 def test_a_slot_is_exact_at_its_own_query_and_tangent_there():
     """log Σ exp(s·q·k) of a cluster and its slot's line: same value at `at`, an error of second order around it."""
-    from levattention.clusters import tangent_slots
-
     generator = torch.Generator().manual_seed(0)
     k, v = torch.randn(20, 6, generator=generator).double(), torch.randn(20, 3, generator=generator).double()
     at, step = torch.randn(1, 6, generator=generator).double(), torch.randn(1, 6, generator=generator).double()
-    key, value, log_weight = tangent_slots(k, v, torch.ones(20, 1).double(), at, 0.7)
+    together = Members(torch.zeros(20, dtype=torch.int64), 1)
+    key, value, log_weight = (x.squeeze(0) for x in tangent_slots(k, v, together, at.unsqueeze(0), 0.7))
     errors = []
     for size in (0.0, 1e-2, 1e-3):
         q = at + size * step
@@ -150,6 +160,73 @@ def test_a_slot_is_exact_at_its_own_query_and_tangent_there():
     assert errors[1] > 0  # a log-sum-exp lies above its tangents
     assert errors[2] / errors[1] == pytest.approx(1e-2, rel=0.1)
     torch.testing.assert_close(value, (0.7 * at @ k.mT).softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("budget", [2, 6])
+def test_a_group_for_each_query_is_full_attention(budget):
+    """A query alone in its group is the one its slots are exact at, however few they are; so are the gradients."""
+    q, k, v = inputs(n=30, m=30)
+    got, want = la.attend(q, k, v, top_k=budget, residual=Cluster(groups=32)), la.attend(q, k, v, top_k=30)
+    torch.testing.assert_close(got, want)
+    for ours, theirs in zip(*(torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (got, want)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("m", [1, 5, 21, 32])
+def test_queries_are_shared_out_equally_and_like_ones_together(groups, m):
+    generator = torch.Generator().manual_seed(m)
+    points = torch.randn(3, m, 4, generator=generator)
+    real = torch.rand(3, m, generator=generator) < torch.tensor([[1.0], [0.5], [0.0]])
+    order = bisect(points, torch.eye(4).expand(3, 4, 4), real, groups)
+    assert order.shape == (3, groups, -(-m // groups))
+    assert torch.equal(order.flatten(-2).sort(-1).values, torch.arange(order[0].numel()).expand(3, -1))
+    padded = torch.cat([real, torch.zeros(3, groups, dtype=torch.bool)], -1)
+    counts = padded.gather(-1, order.flatten(-2)).view(order.shape).sum(-1)
+    assert (counts.amax(-1) - counts.amin(-1)).max() <= 1
+    # What is not real does not matter.
+    noise = torch.where(real.unsqueeze(-1), points, 1e3)
+    for i in range(3):
+        sets = [
+            {frozenset(x for x in g.tolist() if padded[i, x]) for g in way[i]}
+            for way in (order, bisect(noise, torch.eye(4).expand(3, 4, 4), real, groups))
+        ]
+        assert sets[0] == sets[1]
+    if groups == 2 and m == 32:
+        # Two clouds far apart are told apart.
+        clouds = points.clone()
+        clouds[:, ::2] += 100.0
+        halves = bisect(clouds, torch.eye(4).expand(3, 4, 4), torch.ones_like(real), 2) % 2
+        assert ((halves == 0).all(-1) != (halves == 1).all(-1)).all()
+
+
+def test_with_many_keys_outliers_keep_their_slots_and_every_key_its_nearest_centre():
+    """Seeds come from some of 3,000 keys, but from all that lie far out, of visible ones alone."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 3000, 4, generator=generator)
+    far = torch.tensor([1, 77, 1500, 2998])
+    keys[:, far] = 50 * torch.eye(4)
+    light = torch.rand(2, 3000, generator=generator) < 0.6
+    light[:, far] = True
+    light[1] = False
+    light[1, far] = True
+    light[1, 5] = True
+    points = centred(keys, light)
+    owner = k_means(points, torch.eye(4).expand(2, 4, 4), light, 12, 1)
+    assert (owner[~light] == 12).all()
+    for i in range(2):
+        for key in far:
+            assert (owner[i] == owner[i, key]).sum() == 1
+
+    def cost(owner):
+        means = torch.stack([points[0][owner == c].mean(0) for c in owner.unique() if c < 12])
+        return float(torch.cdist(points[0][light[0]], means).amin(-1).square().sum())
+
+    assert (
+        cost(k_means(points, torch.eye(4).expand(2, 4, 4), light, 12, 6)[0])
+        <= cost(owner[0])
+        <= cost(k_means(points, torch.eye(4).expand(2, 4, 4), light, 12, 0)[0])
+    )
 
 
 def test_enough_slots_for_every_visible_key_is_full_attention():

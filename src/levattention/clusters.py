@@ -1,39 +1,132 @@
-"""Clusters of keys and values, and the slot that stands for each of them.
-
-Sums over a cluster are products with its membership matrix, (*batch, n, c) of zeros and ones, so that they do not
-depend on the order of atomic additions.
-"""
+"""Clusters of keys and values, and the slot that stands for each of them."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.functional import embedding, embedding_bag, pad
 
-from levattention._shapes import Bool, Float
+from levattention._shapes import Bool, Float, Int64
 from levattention.slots import gather_rows
+
+# Keys for each cluster from which seeds and centres are found, and at least how many in all.
+ROWS_PER_SEED = 16
+SEED_ROWS = 1024
+
+
+class Members:
+    """Which cluster each key belongs to, and sums over the clusters.
+
+    The keys are sorted by cluster once, so that sums need neither a matrix of zeros and ones nor atomic additions.
+
+    Args:
+        owner: the cluster of each key, (*batch, n); `count` for a key that belongs to none.
+        count: how many clusters there are.
+    """
+
+    def __init__(self, owner: Int64[Tensor, "*batch n"], count: int) -> None:
+        self.owner, self.count = owner, count
+        heads = math.prod(owner.shape[:-1])
+        first = torch.arange(heads, device=owner.device).unsqueeze(-1) * (count + 1)
+        # Clusters, and those of no cluster after them, are counted through over the batch.
+        self._cluster = (owner.reshape(heads, -1) + first).reshape(-1)
+        self._by_cluster = self._cluster.argsort(stable=True)
+        every = torch.arange(heads * (count + 1), device=owner.device)
+        self._starts = torch.searchsorted(self._cluster[self._by_cluster], every)
+
+    def sums(
+        self, rows: Float[Tensor, "*batch n w"], weights: Float[Tensor, "*batch n"] | None = None
+    ) -> Float[Tensor, "*batch c w"]:
+        """The weighted sum of the rows of each cluster."""
+        each = None if weights is None else weights.reshape(-1)[self._by_cluster]
+        sums = embedding_bag(self._by_cluster, rows.flatten(0, -2), self._starts, mode="sum", per_sample_weights=each)
+        return sums.view(*rows.shape[:-2], self.count + 1, -1)[..., :-1, :]
+
+    def rows(self, of: Float[Tensor, "*batch c w"]) -> Float[Tensor, "*batch n w"]:
+        """The row of each key's cluster; zeros for a key that belongs to none."""
+        return embedding(self._cluster, pad(of, (0, 0, 0, 1)).flatten(0, -2)).view(*self.owner.shape, -1)
+
+    def peaks(self, entries: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch c"]:
+        """The largest entry of each cluster, −inf for an empty one. Without gradients."""
+        lowest = entries.new_full((*entries.shape[:-1], self.count + 1), -torch.inf)
+        return lowest.scatter_reduce(-1, self.owner, entries, "amax")[..., :-1]
 
 
 def joint_features(
     queries: Tensor | None, keys: Tensor, values: Tensor, light: Bool[Tensor, "*batch n"], weight: float
-) -> tuple[Tensor, Tensor]:
-    """(x, y) with ⟨xᵢ, yⱼ⟩ the inner product in which keys and values are compared, each (*batch, n, d + e).
+) -> tuple[Float[Tensor, "*batch n w"], Float[Tensor, "*batch w w"]]:
+    """Points x (key and value in a row, less their means) and the form A under which they are compared, xᵀAx.
 
     Keys kᵢ, kⱼ are as far apart as their logits under these queries, (kᵢ − kⱼ)ᵀ QᵀQ (kᵢ − kⱼ), or plainly so without
-    queries; values plainly; and the two parts are put on the same total variance, times weight² for the values. y is
-    x under that form, so no square root of QᵀQ is needed.
+    queries; values plainly; and the two parts are put on the same total variance, times weight² for the values.
     """
-    shown = light.unsqueeze(-1).to(keys.dtype)
-    count = shown.sum(-2, keepdim=True).clamp(min=1.0)
-    k, v = ((rows - (rows * shown).sum(-2, keepdim=True) / count) * shown for rows in (keys, values))
-    dual = k if queries is None else k @ (queries.mT @ queries / queries.shape[-2])
-    spread_k, spread_v = ((a * b).sum((-1, -2), keepdim=True) for a, b in ((k, dual), (v, v)))
+    d, e = keys.shape[-1], values.shape[-1]
+    k, v = centred(keys, light), centred(values, light)
+    plain = torch.eye(d + e, dtype=keys.dtype, device=keys.device)
+    if queries is None:
+        of_keys, spread_k = plain[:d, :d], k.square().sum((-1, -2), keepdim=True)
+    else:
+        of_keys = queries.mT @ queries / queries.shape[-2]
+        spread_k = ((k.mT @ k) * of_keys).sum((-1, -2), keepdim=True)
+    spread_v = v.square().sum((-1, -2), keepdim=True)
     ratio = weight**2 * torch.where(spread_v > 0, spread_k / torch.where(spread_v > 0, spread_v, 1.0), 0.0)
-    return torch.cat([k, v], -1), torch.cat([dual, ratio * v], -1)
+    form = ratio * plain
+    form[..., :d, :d] = of_keys
+    return torch.cat([k, v], -1), form
 
 
-def farthest_first(points: Tensor, duals: Tensor, light: Bool[Tensor, "*batch n"], count: int) -> Tensor:
+def centred(rows: Float[Tensor, "*batch n w"], light: Bool[Tensor, "*batch n"]) -> Float[Tensor, "*batch n w"]:
+    """The light rows less their mean, and zeros for the others."""
+    shown = light.unsqueeze(-1).to(rows.dtype)
+    return (rows - (rows * shown).sum(-2, keepdim=True) / shown.sum(-2, keepdim=True).clamp(min=1.0)) * shown
+
+
+def k_means(
+    points: Float[Tensor, "*batch n w"],
+    form: Float[Tensor, "*batch w w"],
+    light: Bool[Tensor, "*batch n"],
+    count: int,
+    iterations: int,
+) -> Int64[Tensor, "*batch n"]:
+    """The cluster of each light point, `count` for the others: Lloyd's iterations from the seeds farthest apart.
+
+    With many points seeds and centres are found from some of them, then all are assigned.
+    """
+    some, usable = points, light
+    if points.shape[-2] > max(SEED_ROWS, ROWS_PER_SEED * count):
+        index = outliers_and_others(points, form, light, max(SEED_ROWS, ROWS_PER_SEED * count))
+        some, usable = gather_rows(points, index), light.gather(-1, index)
+    centres = gather_rows(some, farthest_first(some, form, usable, count))
+    shown = usable.unsqueeze(-1).to(some.dtype)
+    for _ in range(iterations):
+        members = Members(nearest(some, form, centres, usable), count)
+        size = members.sums(shown)
+        # A cluster that loses all its points keeps its centre.
+        centres = torch.where(size > 0, members.sums(some) / size.clamp(min=1.0), centres)
+    return nearest(points, form, centres, light)
+
+
+def outliers_and_others(
+    points: Tensor, form: Tensor, light: Bool[Tensor, "*batch n"], size: int
+) -> Int64[Tensor, "*batch s"]:
+    """Positions of the light points farthest from the mean, and of as many evenly spaced ones."""
+    far = torch.where(light, squares(points, form), -torch.inf).topk(size // 2).indices
+    before = light.cumsum(-1)
+    step = torch.arange(size - size // 2, device=light.device)
+    even = torch.searchsorted(before, step * before[..., -1:] // len(step) + 1)
+    return torch.cat([far, even.clamp(max=light.shape[-1] - 1)], -1)
+
+
+def squares(points: Float[Tensor, "*batch n w"], form: Float[Tensor, "*batch w w"]) -> Float[Tensor, "*batch n"]:
+    """xᵀAx of every point."""
+    return (points @ form * points).sum(-1)
+
+
+def farthest_first(points: Tensor, form: Tensor, light: Bool[Tensor, "*batch n"], count: int) -> Tensor:
     """Seeds (*batch, count): the point farthest from the mean, then always the one farthest from all seeds so far."""
+    duals = points @ form
     own = (points * duals).sum(-1)
     gap = torch.where(light, own, -torch.inf)
     seeds = []
@@ -46,55 +139,57 @@ def farthest_first(points: Tensor, duals: Tensor, light: Bool[Tensor, "*batch n"
     return torch.cat(seeds, -1)
 
 
-def k_means(points: Tensor, duals: Tensor, light: Bool[Tensor, "*batch n"], seeds: Tensor, iterations: int) -> Tensor:
-    """Membership of the light points after Lloyd's iterations; a cluster that loses all its points keeps its centre."""
-    centres, centre_duals = gather_rows(points, seeds), gather_rows(duals, seeds)
-    shown = light.unsqueeze(-1).to(points.dtype)
-    for step in range(iterations + 1):
-        distance = (centres * centre_duals).sum(-1).unsqueeze(-2) - 2 * (points @ centre_duals.mT)
-        belongs = one_hot(distance.argmin(-1), seeds.shape[-1]).to(points.dtype) * shown
-        if step < iterations:
-            size = belongs.sum(-2).unsqueeze(-1)
-            means = belongs.mT @ torch.cat([points, duals], -1) / size.clamp(min=1.0)
-            centres = torch.where(size > 0, means[..., : points.shape[-1]], centres)
-            centre_duals = torch.where(size > 0, means[..., points.shape[-1] :], centre_duals)
-    return belongs
+def nearest(
+    points: Tensor, form: Tensor, centres: Float[Tensor, "*batch c w"], light: Bool[Tensor, "*batch n"]
+) -> Int64[Tensor, "*batch n"]:
+    """The centre nearest to each light point; c for the others."""
+    duals = centres @ form
+    distance = (centres * duals).sum(-1).unsqueeze(-2) - 2 * (points @ duals.mT)
+    return torch.where(light, distance.argmin(-1), centres.shape[-2])
 
 
 def tangent_slots(
-    keys: Tensor,
-    values: Tensor,
-    belongs: Float[Tensor, "*batch n c"],
-    at: Float[Tensor, "*batch c d"],
-    scale: float,
+    keys: Tensor, values: Tensor, members: Members, at: Float[Tensor, "*batch g c d"], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(key, value, log weight) of each cluster's slot, exact at the cluster's query `at` and tangent there.
+    """(key, value, log weight) of each cluster's slot for g groups of queries, (*batch, g, c, ·).
 
-    pᵢ ∝ exp(scale·at·kᵢ) on the cluster; key Σpᵢkᵢ, value Σpᵢvᵢ, log weight log Σᵢexp(scale·at·kᵢ) − scale·at·key.
-    At = 0 these are the means and the logarithm of the count; −inf for an empty cluster.
+    A slot is exact at its group's query `at` and tangent there: pᵢ ∝ exp(scale·at·kᵢ) on the cluster; key Σpᵢkᵢ, value
+    Σpᵢvᵢ, log weight log Σᵢexp(scale·at·kᵢ) − scale·at·key. At = 0 these are the means and the logarithm of the count;
+    −inf for an empty cluster.
     """
-    logits = scale * (keys * (belongs @ at)).sum(-1)
+    both = torch.cat([keys, values], -1)
+    found = [_tangents(keys, both, members, query, scale) for query in at.unbind(-3)]
+    rows, log_weight = (torch.stack(parts, at.ndim - 3) for parts in zip(*found, strict=True))
+    centre, value = rows.split([keys.shape[-1], values.shape[-1]], -1)
+    return centre, value, log_weight
+
+
+def _tangents(keys: Tensor, both: Tensor, members: Members, at: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The slots of one group: key and value in a row, and log weight."""
+    logits = scale * (keys * members.rows(at)).sum(-1)
     with torch.no_grad():
-        peak = torch.where(belongs > 0, logits.unsqueeze(-1), -torch.inf).amax(-2)
+        peak = members.peaks(logits)
         full = peak > -torch.inf
         peak = torch.where(full, peak, 0.0)
-        own_peak = (belongs @ peak.unsqueeze(-1)).squeeze(-1)
-    mass = belongs.mT * (logits - own_peak).exp().unsqueeze(-2)
-    total = mass.sum(-1, keepdim=True)
-    share = mass / torch.where(full.unsqueeze(-1), total, 1.0)
-    centre = share @ keys
-    log_total = torch.where(full, total.squeeze(-1), 1.0).log() + peak
-    log_weight = torch.where(full, log_total - scale * (at * centre).sum(-1), -torch.inf)
-    return centre, share @ values, log_weight
+        own_peak = members.rows(peak.unsqueeze(-1)).squeeze(-1)
+    mass = (logits - own_peak).exp()
+    total = torch.where(full, members.sums(mass.unsqueeze(-1)).squeeze(-1), 1.0)
+    rows = members.sums(both, mass) / total.unsqueeze(-1)
+    centre = rows[..., : keys.shape[-1]]
+    return rows, torch.where(full, total.log() + peak - scale * (at * centre).sum(-1), -torch.inf)
 
 
 def slot_queries(
-    queries: Tensor, query_mask: Tensor, keys: Tensor, values: Tensor, log_weight: Tensor, *, scale: float
-) -> Float[Tensor, "*batch c d"]:
-    """The mean query of each slot, each query counting by the attention it pays to the slot."""
+    queries: Float[Tensor, "*batch g m d"],
+    real: Bool[Tensor, "*batch g m"],
+    keys: Tensor,
+    log_weight: Tensor,
+    scale: float,
+) -> Float[Tensor, "*batch g c d"]:
+    """The mean query of each slot in each group, each query counting by the attention it pays to the slot."""
     # A head without any key has only slots of weight −inf, of which no softmax can be taken.
     usable = (log_weight > -torch.inf).any(-1, keepdim=True)
     log_weight = torch.where(usable, log_weight, 0.0)
-    share = (scale * queries @ keys.mT + log_weight.unsqueeze(-2)).softmax(-1) * query_mask.unsqueeze(-1).to(keys.dtype)
+    share = (scale * queries @ keys.mT + log_weight.unsqueeze(-2)).softmax(-1) * real.unsqueeze(-1).to(keys.dtype)
     total = share.sum(-2).unsqueeze(-1)
     return share.mT @ queries / total.clamp(min=torch.finfo(keys.dtype).tiny)

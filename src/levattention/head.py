@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from levattention.local import Grid, Window, positions
 from levattention.losses import Loss, Power
 from levattention.residuals import chosen_slots
 from levattention.select import Choice
-from levattention.slots import Part, Slots, attend_rows, merge
+from levattention.slots import Part, Slots, attend_rows, in_order, merge, own_group, places, regrouped
 from levattention.universal import UniversalSet
 
 # Queries that share one look at their local keys, and the default size of a causal chunk.
@@ -89,12 +90,8 @@ class Head:
     def over(self, slots: Slots, band: Window | None) -> Part:
         """Every query over the same slots, and over its own local keys."""
         m, n = self.queries.shape[-2], self.k.shape[-2]
-        if band is None and self.fused():
-            keys, values = (rows.to(self.k.dtype) for rows in (slots.keys, slots.values))
-            every = torch.arange(keys.shape[-2], device=keys.device).expand(keys.shape[:-1])
-            return self._gathered(keys, values, every, slots.log_weight)
         if band is None:
-            return self._see(slice(0, m), slots, slice(0))
+            return self._over_slots(slots)
         parts = []
         for start in range(0, m, max(BLOCK, band.reach)):
             rows = slice(start, min(start + max(BLOCK, band.reach), m))
@@ -103,6 +100,27 @@ class Head:
             near = band.near(self._places(rows), positions(span, self.k.device))
             parts.append(self._see(rows, slots, span, near))
         return join(parts)
+
+    def _over_slots(self, slots: Slots) -> Part:
+        """Every query over its slots alone, by the kernel where it can."""
+        order = slots.order
+        flat = self.queries.flatten(-3, -2)
+        queries = self.queries if order is None else regrouped(flat, order)
+        if self.fused():
+            keys, values, log_weight = slots.keys.to(self.k.dtype), slots.values.to(self.k.dtype), slots.log_weight
+            if order is not None:
+                keys, values, log_weight = (rows.flatten(1, 2) for rows in (keys, values, log_weight))
+            every = torch.arange(keys.shape[-2], device=keys.device).expand(keys.shape[:-1])
+            part = self._gathered(keys, values, every, log_weight, queries=queries)
+        elif order is None:
+            part = self._see(slice(0, self.queries.shape[-2]), slots, slice(0))
+        else:
+            queries, weight = queries.to(slots.keys.dtype), slots.log_weight.unsqueeze(-2)
+            part = attend_rows(queries, slots.keys, slots.values, weight, **self._how())
+        if order is None:
+            return part
+        part, heads = in_order(part, order, flat.shape[-2]), self.queries.shape[-3:-1]
+        return Part(part.out.unflatten(-2, heads), part.lse.unflatten(-1, heads))
 
     def causal(
         self, running: RunningSet | None, fixed: UniversalSet | None, band: Window | None, chunk: int
@@ -195,12 +213,26 @@ class Head:
         return part.out * torch.where(seen, share, 0.0).unsqueeze(-1).to(part.out.dtype)
 
     def _gathered(
-        self, k: Tensor, v: Tensor, index: Tensor, log_weight: Tensor | None = None, *, valid: Tensor | None = None
+        self,
+        k: Tensor,
+        v: Tensor,
+        index: Tensor,
+        log_weight: Tensor | None = None,
+        *,
+        valid: Tensor | None = None,
+        queries: Tensor | None = None,
     ) -> Part:
-        """Every query over rows of k and v by the kernel, whose (B, H, ...) is parted by key heads and their groups."""
-        queries, heads = self.queries.flatten(1, 2), self.queries.shape[1:3]
-        out, lse = kernels.gathered_attention(queries, k, v, index, log_weight, scale=self.scale, valid=valid)
+        """Queries (the head's, or others in groups) over rows of k and v by the kernel, which knows no groups."""
+        queries = self.queries if queries is None else queries
+        heads = queries.shape[1:3]
+        out, lse = kernels.gathered_attention(
+            queries.flatten(1, 2), k, v, index, log_weight, scale=self.scale, valid=valid
+        )
         return Part(out.unflatten(1, heads), lse.unflatten(1, heads))
+
+    def _how(self) -> dict[str, Any]:
+        """What every look at rows has in common."""
+        return {"scale": self.scale, "loss": self.loss, "dropout_p": self.dropout_p}
 
     def _places(self, rows: slice) -> Tensor:
         """The positions of some queries."""
@@ -212,16 +244,22 @@ class Head:
         groups, m = queries.shape[-3:-1]
         dtype = torch.promote_types(queries.dtype, torch.float32)
         flat = queries.flatten(-3, -2).to(dtype)
-        how: dict[str, Any] = {"scale": self.scale, "loss": self.loss, "dropout_p": self.dropout_p}
         parts = []
         if near is not None:
             near = near.repeat(*[1] * (near.ndim - 2), groups, 1)
             weight = torch.where(near & self.mask[..., None, span], 0.0, -torch.inf).to(dtype)
             k, v = self.k[..., span, :].to(dtype), self.v[..., span, :].to(dtype)
-            parts.append(attend_rows(flat, k, v, weight, **how))
+            parts.append(attend_rows(flat, k, v, weight, **self._how()))
         if slots is not None:
             weight = slots.log_weight.unsqueeze(-2) if near is None else slots.without(near, span)
-            parts.append(attend_rows(flat, slots.keys, slots.values, weight, **how))
+            if slots.order is None:
+                parts.append(attend_rows(flat, slots.keys, slots.values, weight, **self._how()))
+            else:
+                # A window of queries holds some of every group: they all look at the slots of each.
+                every = attend_rows(flat.unsqueeze(-3), slots.keys, slots.values, weight, **self._how())
+                heads = self.queries.shape[-3:-1]
+                group = places(slots.order, math.prod(heads)) // slots.order.shape[-1]
+                parts.append(own_group(every, group.unflatten(-1, heads)[..., rows].flatten(-2)))
         part = merge(parts)
         return Part(part.out.unflatten(-2, (groups, m)), part.lse.unflatten(-1, (groups, m)))
 

@@ -10,12 +10,12 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
-from levattention.clusters import farthest_first, joint_features, k_means, slot_queries, tangent_slots
+from levattention.clusters import Members, centred, joint_features, k_means, slot_queries, tangent_slots
+from levattention.query_groups import bisect
 from levattention.scorers import Random
 from levattention.select import scored
-from levattention.slots import Slots, gather_rows
+from levattention.slots import Slots, gather_rows, regrouped
 from levattention.universal import UniversalSet, best_first
 
 __all__ = ["Cluster", "Drop", "Residual", "Sample"]
@@ -132,8 +132,9 @@ class Cluster:
     Clusters come from k-means on keys and values together, seeded at the points farthest from each other, so nothing
     is random and an outlying key ends up alone in its slot, kept exactly. A slot is the tangent of its cluster C at
     the mean query a of those that attend to it: with pᵢ ∝ exp(s·a·kᵢ) on C, its key is Σpᵢkᵢ, its value Σpᵢvᵢ, and
-    its weight makes Σ_C exp(s·q·kᵢ) right at q = a, to first order around it. O(nkd + nd²) work, no n × n matrix.
-    Gradients reach queries, keys and values through the tangents.
+    its weight makes Σ_C exp(s·q·kᵢ) right at q = a, to first order around it. Queries come in groups that are alike,
+    and each group has tangents of its own: a query sees the budget's slots, a head holds `groups` times as many.
+    O(n(k + groups + d)d) work, no n × n matrix. Gradients reach queries, keys and values through the tangents.
 
     Softmax only. Not causal: a cluster holds keys from everywhere.
 
@@ -145,18 +146,22 @@ class Cluster:
         values: weight of the values, relative to the keys, in the distance.
         use_queries: whether the distance between keys is that of their logits under these queries. Without queries
             (and with tangents=0) the slots depend on keys and values alone, as a cache of keys needs.
+        groups: of queries, a power of two; 1 gives all queries the same slots, as having no tangents does.
     """
 
     heavy: float = 0.0
-    iterations: int = 4
+    iterations: int = 1
     tangents: int = 2
     values: float = 1.0
     use_queries: bool = True
+    groups: int = 4
 
     def __post_init__(self) -> None:
         _require_share(self.heavy)
         if min(self.iterations, self.tangents, self.values) < 0:
             raise ValueError(f"expected iterations, tangents and values of at least 0, got {self}")
+        if self.groups < 1 or self.groups & (self.groups - 1):
+            raise ValueError(f"groups: expected a power of two, got {self.groups}")
 
     def best(self, budget: int) -> int:
         """The heavy share, rounded down."""
@@ -173,27 +178,42 @@ class Cluster:
         scale: float,
     ) -> Slots:
         """The best keys and the clusters of the others."""
-        budget = chosen.index.shape[-1]
-        best = self.best(budget)
         dtype = torch.promote_types(keys.dtype, torch.float32)
         queries, keys, values = (x.to(dtype) for x in (queries, keys, values))
         with torch.no_grad():
-            light = light_keys(chosen, best, mask)
-            seen = queries * query_mask.unsqueeze(-1).to(dtype) if self.use_queries else None
-            points, duals = joint_features(seen, keys, values, light, self.values)
-            seeds = farthest_first(points, duals, light, budget - best)
-            belongs = k_means(points, duals, light, seeds, self.iterations)
-            single = one_hot(chosen.index[..., :best], keys.shape[-2]).mT * chosen.valid[..., None, :best]
-            # Column c marks the keys of slot c.
-            belongs = torch.cat([single.to(dtype), belongs], -1)
-            owner = torch.where(belongs.any(-1), belongs.argmax(-1), budget)
-        at = keys.new_zeros(*keys.shape[:-2], budget, keys.shape[-1])
-        slots = tangent_slots(keys, values, belongs, at, scale)
+            members = self._members(queries, keys, values, chosen, mask, query_mask)
+            order = self._order(queries, keys, mask, query_mask)
+        own, real = regrouped(queries, order), regrouped(query_mask.unsqueeze(-1), order).squeeze(-1)
+        at = keys.new_zeros(*keys.shape[:-2], 1, members.count, keys.shape[-1])
+        rows, held, log_weight = tangent_slots(keys, values, members, at, scale)
         for _ in range(self.tangents):
-            at = slot_queries(queries, query_mask, *slots, scale=scale)
-            slots = tangent_slots(keys, values, belongs, at, scale)
-        centre, value, log_weight = slots
-        return Slots(centre, value, log_weight, owner)
+            at = slot_queries(own, real, rows, log_weight, scale)
+            rows, held, log_weight = tangent_slots(keys, values, members, at, scale)
+        if order is None:
+            rows, held, log_weight = rows.squeeze(-3), held.squeeze(-3), log_weight.squeeze(-2)
+        return Slots(rows, held, log_weight, members.owner, order)
+
+    def _members(
+        self, queries: Tensor, keys: Tensor, values: Tensor, chosen: UniversalSet, mask: Tensor, query_mask: Tensor
+    ) -> Members:
+        """The best keys, each in a slot of its own, and the clusters of the others after them."""
+        budget = chosen.index.shape[-1]
+        best = self.best(budget)
+        light = light_keys(chosen, best, mask)
+        seen = queries * query_mask.unsqueeze(-1).to(queries.dtype) if self.use_queries else None
+        points, form = joint_features(seen, keys, values, light, self.values)
+        owner = best + k_means(points, form, light, budget - best, self.iterations)
+        single = owners(chosen.index[..., :best], chosen.valid[..., :best], keys.shape[-2], budget)
+        return Members(torch.where(light, owner, single), budget)
+
+    def _order(self, queries: Tensor, keys: Tensor, mask: Tensor, query_mask: Tensor) -> Tensor | None:
+        """The places of the queries in groups of like logits; None for a single group."""
+        # Beyond a group for each query there is nothing to gain.
+        groups = min(self.groups, 1 << (queries.shape[-2] - 1).bit_length()) if self.tangents else 1
+        if groups == 1:
+            return None
+        q, k = centred(queries, query_mask), centred(keys, mask)
+        return bisect(q, k.mT @ k / keys.shape[-2], query_mask, groups)
 
 
 def light_keys(chosen: UniversalSet, best: int, mask: Tensor) -> Tensor:
@@ -210,14 +230,17 @@ def chosen_slots(keys: Tensor, values: Tensor, chosen: UniversalSet) -> Slots:
 
 def key_slots(keys: Tensor, values: Tensor, index: Tensor, log_weight: Tensor) -> Slots:
     """Slots that are single keys; those of weight −inf are empty, whatever their index."""
-    n, c = keys.shape[-2], index.shape[-1]
     dtype = torch.promote_types(keys.dtype, torch.float32)
-    usable = log_weight > -torch.inf
-    owner = torch.full((*index.shape[:-1], n + 1), c, dtype=torch.int64, device=index.device)
-    slot = torch.arange(c, device=index.device).expand(index.shape)
-    owner = owner.scatter(-1, torch.where(usable, index, n), slot)[..., :n]
+    owner = owners(index, log_weight > -torch.inf, keys.shape[-2], index.shape[-1])
     rows, held = gather_rows(keys, index).to(dtype), gather_rows(values, index).to(dtype)
     return Slots(rows, held, log_weight.to(dtype), owner)
+
+
+def owners(index: Tensor, usable: Tensor, n: int, none: int) -> Tensor:
+    """The slot of each of n keys, `none` for a key without one, where slot c holds key index[c] if it is usable."""
+    owner = torch.full((*index.shape[:-1], n + 1), none, dtype=torch.int64, device=index.device)
+    slot = torch.arange(index.shape[-1], device=index.device).expand(index.shape)
+    return owner.scatter(-1, torch.where(usable, index, n), slot)[..., :n]
 
 
 def _require_share(heavy: float) -> None:

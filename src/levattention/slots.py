@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, one_hot
+from torch.nn.functional import dropout, embedding, one_hot, pad
 
 from levattention._shapes import Bool, Float, Int64
 from levattention.losses import Loss, Power
@@ -34,15 +35,18 @@ class Slots:
         values: likewise.
         log_weight: logarithm of how many keys the slot stands for; −inf in an empty slot.
         owner: the slot that stands for each key; c for a key that none stands for.
+        order: the places of the queries in each group that has slots of its own, from m on of no query; None where
+            all queries share their slots, which then have no dimension of groups.
     """
 
-    keys: Float[Tensor, "*batch c d"]
-    values: Float[Tensor, "*batch c e"]
-    log_weight: Float[Tensor, "*batch c"]
+    keys: Float[Tensor, "*batch_g c d"]
+    values: Float[Tensor, "*batch_g c e"]
+    log_weight: Float[Tensor, "*batch_g c"]
     owner: Int64[Tensor, "*batch n"]
+    order: Int64[Tensor, "*batch g s"] | None = None
 
     def without(self, near: Bool[Tensor, "m s"], span: slice) -> Tensor:
-        """log_weight for each query, (*batch, m, c), less the keys of `span` that are `near` that query.
+        """log_weight for each query, (*batch, m, c) or (*batch, g, m, c), less the keys of `span` `near` that query.
 
         A slot of w keys of which r are near stands for the share 1 − r/w of its weight: those r are counted elsewhere.
         """
@@ -51,13 +55,44 @@ class Slots:
         members = torch.zeros((*self.owner.shape[:-1], c + 1), dtype=dtype, device=self.owner.device)
         members = members.scatter_add(-1, self.owner, torch.ones_like(self.owner, dtype=dtype))[..., :c].unsqueeze(-2)
         taken = near.to(dtype) @ one_hot(self.owner[..., span], c + 1)[..., :c].to(dtype)
-        share = (members - taken) / members.clamp(min=1.0)
-        return self.log_weight.unsqueeze(-2) + share.log()
+        left = ((members - taken) / members.clamp(min=1.0)).log()
+        return self.log_weight.unsqueeze(-2) + (left if self.order is None else left.unsqueeze(-3))
 
 
 def gather_rows(matrix: Tensor, index: Int64[Tensor, "*batch c"]) -> Tensor:
     """Rows `index` of a (*batch, n, d) matrix, (*batch, c, d)."""
+    if matrix.is_contiguous():
+        # Whole rows are copied, several times as fast as entry by entry.
+        first = torch.arange(math.prod(index.shape[:-1]), device=index.device) * matrix.shape[-2]
+        flat = embedding(index + first.view(*index.shape[:-1], 1), matrix.flatten(0, -2))
+        return flat.view(*index.shape, matrix.shape[-1])
     return matrix.gather(-2, index.unsqueeze(-1).expand(*index.shape, matrix.shape[-1]))
+
+
+def regrouped(rows: Tensor, order: Int64[Tensor, "*batch g s"] | None) -> Tensor:
+    """The queries' rows (*batch, m, w) in groups, (*batch, g, s, w), zeros in places without a query."""
+    if order is None:
+        return rows.unsqueeze(-3)
+    filled = pad(rows, (0, 0, 0, order.shape[-2] * order.shape[-1] - rows.shape[-2]))
+    return gather_rows(filled, order.flatten(-2)).unflatten(-2, order.shape[-2:])
+
+
+def in_order(part: Part, order: Int64[Tensor, "*batch g s"], m: int) -> Part:
+    """A part of grouped queries, each of the m queries in its own place again."""
+    place = places(order, m)
+    return Part(gather_rows(part.out.flatten(-3, -2), place), part.lse.flatten(-2).gather(-1, place))
+
+
+def places(order: Int64[Tensor, "*batch g s"], m: int) -> Int64[Tensor, "*batch m"]:
+    """Where each of the m queries stands among the grouped ones; its group is that by the size of a group."""
+    return order.flatten(-2).argsort(-1)[..., :m]
+
+
+def own_group(part: Part, group: Int64[Tensor, "*batch m"]) -> Part:
+    """Of a part in which every query looked at the slots of all groups, (*batch, g, m, ·), that of its own group."""
+    group = group.unsqueeze(-2)
+    out = part.out.gather(-3, group.unsqueeze(-1).expand(*group.shape, part.out.shape[-1])).squeeze(-3)
+    return Part(out, part.lse.gather(-2, group).squeeze(-2))
 
 
 def attend_rows(
