@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from levattention.checks import FLOATS, require_eps
+from levattention.checks import FLOATS, require_eps, require_same_device
 from levattention.losses import Loss, Power
 from levattention.residuals import Cluster, Drop, Residual
 from levattention.scorers import Scorer
@@ -78,6 +78,7 @@ def require_mask(key_mask: Any, k: Tensor) -> Tensor:
     fits = key_mask.ndim == k.ndim - 1 and key_mask.shape[-1] == n
     if not fits or any(a not in (1, b) for a, b in zip(key_mask.shape, k.shape[:-1], strict=True)):
         raise ValueError(f"key_mask: expected {forms} for keys {tuple(k.shape)}, got {shape}")
+    require_same_device([("key_mask", key_mask), ("k", k)])
     return key_mask.expand(k.shape[:-1])
 
 
@@ -148,6 +149,7 @@ def require_universal(universal: UniversalSet, mask: Tensor) -> UniversalSet:
     shape = tuple(universal.index.shape)
     if len(shape) != len(batch) + 1 or any(a not in (1, b) for a, b in zip(shape, batch, strict=False)):
         raise ValueError(f"universal: expected leading dimensions {tuple(batch)}, got an index of shape {shape}")
+    require_same_device([("universal", universal.index), ("k", mask)])
     index, valid, scores = (x.expand(*batch, shape[-1]) for x in (universal.index, universal.valid, universal.scores))
     valid = valid & mask.gather(-1, index)
     return replace(universal, index=index * valid, valid=valid, scores=scores * valid, eps=universal.eps.expand(batch))

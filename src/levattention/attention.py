@@ -105,6 +105,9 @@ def attend(  # type: ignore[misc]  # the overloads name only what decides the ty
     """
     q, k, v = autocast(q, k, v)
     groups = require_shapes(q, k, v, enable_gqa)
+    if not torch.compiler.is_compiling():
+        # Kernels read numbers as they lie in memory, where a lazily negated view has its sign wrong.
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     m, n = q.shape[-2], k.shape[-2]
     mask = require_mask(key_mask, k)
     residual = Drop() if residual is None else residual

@@ -37,13 +37,14 @@ class Choice:
             bound: what the scores sum to at most, which sizes the buffer for eps.
         """
         n = scores.shape[-1]
-        scores = torch.where(mask, scores.double(), -1.0)
         if self.eps is not None:
-            return fill_above(scores, self.eps, capacity(bound, self.eps, n))
+            return fill_above(torch.where(mask, scores.double(), -1.0), self.eps, capacity(bound, self.eps, n))
         assert self.top_k is not None  # exactly one of the two
+        # Scores that certify nothing may be negative.
+        scores = torch.where(mask, scores.double(), -torch.inf)
         best = select_top(scores, min(self.top_k, n), certified=self.scorer.certified)
-        valid = best.scores >= 0
-        return UniversalSet(best.index * valid, valid, best.scores * valid, best.eps.clamp(min=0.0))
+        valid = mask.gather(-1, best.index)
+        return UniversalSet(best.index * valid, valid, torch.where(valid, best.scores, 0.0), best.eps.clamp(min=0.0))
 
     def __call__(self, keys: Tensor, mask: Tensor, *, certify: bool = True) -> UniversalSet:
         """The keys that all queries attend to. `keys` must be zero outside the mask.

@@ -19,6 +19,7 @@ This package is the bottom layer: it imports torch and Triton only, and Triton o
 
 import importlib
 import importlib.util
+import math
 import sys
 from typing import Any
 
@@ -41,6 +42,8 @@ _HOME = {
 __all__ = [*_HOME, "preferred", "supported"]
 
 MAX_HEAD_DIM = 256
+# Programs along the second axis of a launch, which is where heads lie.
+MAX_HEADS = 65535
 # The most keys of a set that are chosen without a sort.
 MAX_SET = 1024
 
@@ -55,14 +58,17 @@ def preferred(tensor: torch.Tensor) -> bool:
 def supported(tensor: torch.Tensor) -> bool:
     """True where the kernels can take `tensor` (keys, queries or values, last dimension d).
 
-    That is: a bf16, fp16 or fp32 tensor with d ≤ 256, on a CUDA device of compute capability 8.0 or later (or on the
-    CPU under Triton's interpreter), with Triton installed. torch.compile can trace it.
+    That is: a bf16, fp16 or fp32 tensor with d ≤ 256 and at most 65,535 heads in all, on a CUDA device of compute
+    capability 8.0 or later (or on the CPU under Triton's interpreter), with Triton installed. torch.compile can trace
+    it.
     """
     if not _HAS_TRITON or tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
     if tensor.layout != torch.strided or tensor.ndim < 2:
         return False
     if not 1 <= tensor.shape[-1] <= MAX_HEAD_DIM or tensor.numel() == 0:
+        return False
+    if math.prod(tensor.shape[:-2]) > MAX_HEADS:
         return False
     if tensor.is_cuda:
         return torch.version.hip is None and torch.cuda.get_device_properties(tensor.device).major >= 8

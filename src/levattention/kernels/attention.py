@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from .attention_backward import backward
 from .common import dot, eager, launch, next_power, padded_dim, precision, row_splits, small
-from .replay import replayed
+from .replay import differentiated, replayed
 from .slots import absorb, finished, gather, slots
 
 
@@ -192,11 +192,12 @@ def gathered_attention(q, k, v, index, bias=None, *, scale, valid=None):
         raise ValueError(
             f"index {tuple(index.shape)} and k {tuple(k.shape)} must share B and Hkv, and q, k, v one dtype"
         )
+    scale = float(scale)
     if scale < 0:
         # The kernels take a row's largest logit before scaling it.
         q, scale = -q, -scale
     if not eager(q):
         return _attention_op(q, k, v, index, bias, valid, scale)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or bias is not None):
+    if differentiated(q, k, v, *(() if bias is None else (bias,))):
         return _Attention.apply(q, k, v, index, bias, valid, scale)
     return _attention(q, k, v, index, bias, valid, scale)

@@ -257,6 +257,9 @@ def _backward(
     """(dq, dk, dv, dbias); dbias is empty unless `with_dbias`."""
     b, heads, m, d = q.shape
     kv_heads, c = index.shape[1:]
+    if c == 0:
+        dbias = bias.new_zeros(bias.shape) if with_dbias and bias is not None else q.new_zeros(0)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dbias
     group = heads // kv_heads
     block_m, block_c, warps, stages, per_sm = _key_config(c, d, q.dtype, small(q))
     blocks = cdiv(c, block_c)
@@ -310,7 +313,7 @@ _backward_op = torch.library.custom_op("levattention::gathered_attention_backwar
 
 @_backward_op.register_fake
 def _(grad_out, grad_lse, q, k, v, index, bias, valid, out, lse, scale, with_dbias):
-    dbias = torch.empty_like(bias) if with_dbias else q.new_empty((0,), dtype=torch.float32)
+    dbias = bias.new_empty(bias.shape) if with_dbias else q.new_empty((0,), dtype=torch.float32)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dbias
 
 

@@ -109,10 +109,11 @@ def launch(kernel, grid, tensors, scalars, constants, *, warps, stages=1):
         note(run, tensors, scalars)
         return
     pointers = [t.data_ptr() for t in tensors]
-    aligned = True
-    for pointer in pointers:
-        aligned = aligned and not pointer & 15
     device = tensors[0].get_device()
+    aligned = True
+    for pointer, tensor in zip(pointers, tensors, strict=True):
+        # Triton looks at a tensor's device; a bare pointer to another one's memory would end the process.
+        aligned = aligned and not pointer & 15 and tensor.get_device() == device
     if device != torch.cuda.current_device() or not aligned:
         with torch.cuda.device(device):
             _fitted(kernel[grid], tensors, scalars, constants, warps, stages)

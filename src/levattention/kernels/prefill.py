@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from .chunks import local_run, odd_tile, set_tile, tile_of, turn_of
 from .common import cdiv, dot, eager, launch, next_power, padded_dim, precision
 from .prefill_backward import backward
+from .replay import differentiated
 from .slots import absorb, finished
 
 
@@ -190,12 +191,12 @@ def causal_attention(q, k, v, index, valid, *, chunk, reach=0, scale, mask=None)
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v: expected one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    # No query is further than n from a key; a larger reach would only overflow.
-    reach = min(reach, n)
+    # No query is further than n from a key, and no chunk holds more than m; larger ones would only overflow.
+    reach, chunk, scale = min(reach, n), min(chunk, max(m, 1)), float(scale)
     if scale < 0:
         q, scale = -q, -scale
     if not eager(q):
         return _prefill_op(q, k, v, index, valid, mask, chunk, reach, scale)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if differentiated(q, k, v):
         return _Prefill.apply(q, k, v, index, valid, mask, chunk, reach, scale)
     return _prefill(q, k, v, index, valid, mask, chunk, reach, scale)

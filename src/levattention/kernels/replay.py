@@ -31,6 +31,7 @@ _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}
 
 _local = threading.local()
+_UNKNOWN: Any = object()
 _plans: dict[Any, Plan | None] = {}
 
 
@@ -40,6 +41,16 @@ def eager(tensor: Any) -> bool:
     A registered operator costs tens of microseconds a call; it is there for torch.compile and its like.
     """
     return type(tensor) is Tensor and not torch.compiler.is_compiling()
+
+
+def differentiated(*tensors: Tensor) -> bool:
+    """Whether a call on these needs its derivative: gradients are wanted, or forward mode is on.
+
+    Forward mode, which the kernels do not have, is then refused by autograd instead of silently giving no tangent.
+    """
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def note(run: Callable[..., Any] | None, tensors: Any, rest: Any) -> None:
@@ -74,8 +85,8 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
         key = _kind(function, args)
         if key is None or getattr(_local, "recording", None) is not None:
             return function(*args)
-        if key in _plans:
-            plan = _plans[key]
+        plan = _plans.get(key, _UNKNOWN)
+        if plan is not _UNKNOWN:
             return function(*args) if plan is None else plan(args)
         if len(_plans) >= MOST:
             _plans.clear()

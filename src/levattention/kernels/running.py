@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import MAX_SET
+from . import MAX_HEADS, MAX_SET
 from .common import cdiv, eager, launch, next_power, padded_dim, precision, small
 from .factor import whiten
 from .gram_matrix import gram, prefix_grams
@@ -147,15 +147,17 @@ def _running(
         base = torch.zeros((b, h, d, d), dtype=torch.float64, device=keys.device)
     fresh = min(k, chunk)
     block_j, block_r, warps, stages = _config(k, d, keys.dtype, small(keys))
-    # A grid has at most 65,535 programs along its second axis.
-    stretch = max(1, min(SCRATCH // (b * h * d * d * 16), 65535 // (b * h)))
+    # A chunk's Gram in fp64, its parts and its factor in fp32; eigh for d > 128 works on copies in fp64.
+    each = 12 * d * d + 4 * padded_dim(d) ** 2 + (32 * d * d if d > 128 else 0)
+    stretch = max(1, min(SCRATCH // (b * h * each), MAX_HEADS // (b * h)))
     for begin in range(0, chunks - 1, stretch):
         steps = min(stretch, chunks - 1 - begin)
         start, stop = first + begin * chunk, first + (begin + steps) * chunk
         rows, visible = keys[..., start:stop, :], seen(start, stop)
         grams = prefix_grams(rows, steps, base, visible)
-        base = grams[..., -1, :, :]
+        base = grams[..., -1, :, :].clone()
         whitenings = whiten(grams)
+        del grams
         scores = leverage(rows, whitenings, visible)
         best, places = contenders(scores.view(b, h, steps, chunk), fresh)
         launch(
@@ -165,6 +167,8 @@ def _running(
                  "BLOCK_J": block_j, "BLOCK_R": block_r, "K": max(16, next_power(k))},
             warps=warps, stages=stages,
         )  # fmt: skip
+        # The next stretch takes its room.
+        del whitenings, scores, best, places
     return index, valid
 
 

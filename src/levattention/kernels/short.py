@@ -70,12 +70,13 @@ def _short(
     x = as_heads(keys, 2)
     b, h, n, d = x.shape
     scores = keys.new_empty(keys.shape[:-1], dtype=torch.float32)
-    scratch = keys.new_empty((2, b * h, k), dtype=torch.int32)
+    # Two tensors, so that both start where any load may, whatever b * h * k is.
+    best, places = (keys.new_empty((b * h, k), dtype=torch.int32) for _ in range(2))
     index = keys.new_empty((*keys.shape[:-2], k), dtype=torch.int64)
     m = x if mask is None else as_heads(mask.expand(*keys.shape[:-1]), 1)
     block_n, warps, stages = _config(d, keys.dtype)
     launch(
-        _short_kernel, (b * h,), (x, whitening.contiguous(), m, scores, scratch[0], scratch[1], index),
+        _short_kernel, (b * h,), (x, whitening.contiguous(), m, scores, best, places, index),
         (n, d, h, k, *x.stride(), *m.stride()[:3]),
         {"HAS_MASK": mask is not None, "SPLIT": keys.dtype != torch.float32, "PRECISION": precision(keys.dtype),
              "D": padded_dim(d), "BLOCK_N": block_n, "N": max(16, next_power(n)), "K": max(16, next_power(k))},
@@ -94,10 +95,13 @@ def _(keys, whitening, k, mask):
 
 
 def takes(keys):
-    """Whether the keys are few and narrow enough; a wide fp32 whitening alone fills a small GPU's shared memory."""
+    """Whether the keys are few and narrow enough; a wide fp32 whitening alone fills a small GPU's shared memory.
+
+    Keys of a head that lie gigabytes apart are left to the kernels that count in 64 bits.
+    """
     n, d = keys.shape[-2:]
     narrow = 64 if keys.dtype == torch.float32 and small(keys) else MAX_DIM
-    return n <= MAX_KEYS and d <= narrow
+    return n <= MAX_KEYS and d <= narrow and n * abs(keys.stride(-2)) + d * abs(keys.stride(-1)) < 1 << 31
 
 
 def short_top_k(keys, k, mask=None):
