@@ -90,7 +90,7 @@ def causal_sets(keys: Tensor, mask: Tensor, m: int, chunk: int, top_k: int | Non
     return sets
 
 
-def cluster_slots(q, k, v, budget, scale, *, iterations=1, tangents=2, values=1.0, use_queries=True, groups=4):
+def cluster_slots(q, k, v, budget, scale, *, iterations=1, tangents=2, values=1.0, use_queries=True, groups=8):
     """(members of each slot, group of each query, slots) of one head; slots[g] are keys, values and log weights.
 
     With square roots of QᵀQ and KᵀK and loops over clusters. q (m, d), k (n, d), v (n, e): NumPy arrays of the real

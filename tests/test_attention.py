@@ -375,6 +375,23 @@ COMPILE = """
     print("compiled")
 """
 
+COMPILE_LENGTHS = """
+    import torch, levattention as la
+    for options in (
+        {"top_k": 3}, {"top_k": 3, "window": 2}, {"eps": 0.3}, {"top_k": 3, "is_causal": True, "chunk": 4},
+        {"top_k": 3, "residual": la.residuals.Sample()}, {"top_k": 3, "residual": la.residuals.Cluster()},
+        {"top_k": 3, "loss": la.Power(2), "normaliser": "exact"}, {"top_k": 3, "scorer": la.scorers.Lewis(4)},
+    ):
+        for dynamic in (True, None):
+            torch.compiler.reset()
+            call = lambda q: la.attend(q, q, q, **options)
+            fast = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+            for n in (10, 17, 23):
+                q = torch.randn(2, 3, n, 4)
+                torch.testing.assert_close(fast(q), call(q))
+    print("compiled")
+"""
+
 COMPILE_MODEL = """
     import itertools, torch, levattention as la
     from transformers import ViTConfig, ViTForImageClassification
@@ -400,8 +417,8 @@ COMPILE_MODEL = """
 """
 
 
-@pytest.mark.parametrize("script", [COMPILE, COMPILE_MODEL], ids=["attend", "model"])
-def test_compiles_as_one_graph_forward_and_backward(script):
+@pytest.mark.parametrize("script", [COMPILE, COMPILE_LENGTHS, COMPILE_MODEL], ids=["attend", "lengths", "model"])
+def test_compiles_as_one_graph(script):
     """In a fresh interpreter: the shape checks that these tests switch on are no part of the package."""
     if script is COMPILE_MODEL:
         pytest.importorskip("transformers", reason="transformers is not installed")

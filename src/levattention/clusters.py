@@ -31,27 +31,39 @@ class Members:
         heads = math.prod(owner.shape[:-1])
         first = torch.arange(heads, device=owner.device).unsqueeze(-1) * (count + 1)
         # Clusters, and those of no cluster after them, are counted through over the batch.
-        self._cluster = (owner.reshape(heads, -1) + first).reshape(-1)
+        self._cluster = (owner.reshape(heads, owner.shape[-1]) + first).reshape(-1)
         self._by_cluster = self._cluster.argsort(stable=True)
         every = torch.arange(heads * (count + 1), device=owner.device)
         self._starts = torch.searchsorted(self._cluster[self._by_cluster], every)
 
-    def sums(
-        self, rows: Float[Tensor, "*batch n w"], weights: Float[Tensor, "*batch n"] | None = None
-    ) -> Float[Tensor, "*batch c w"]:
-        """The weighted sum of the rows of each cluster."""
-        each = None if weights is None else weights.reshape(-1)[self._by_cluster]
-        sums = embedding_bag(self._by_cluster, rows.flatten(0, -2), self._starts, mode="sum", per_sample_weights=each)
-        return sums.view(*rows.shape[:-2], self.count + 1, -1)[..., :-1, :]
+    def sums(self, rows: Float[Tensor, "*batch n w"]) -> Float[Tensor, "*batch c w"]:
+        """The sum of the rows of each cluster."""
+        sums = embedding_bag(self._by_cluster, rows.flatten(0, -2), self._starts, mode="sum")
+        return sums.view(*rows.shape[:-2], self.count + 1, rows.shape[-1])[..., :-1, :]
+
+    def weighted_sums(
+        self, rows: Float[Tensor, "*batch n w"], weights: Float[Tensor, "*batch g n"]
+    ) -> Float[Tensor, "*batch g c w"]:
+        """The sum of the rows of each cluster under each of g weightings; no row is written times its weight."""
+        groups, entries = weights.shape[-2], len(self._by_cluster)
+        starts = self._starts + entries * torch.arange(groups, device=rows.device).unsqueeze(-1)
+        each = weights.movedim(-2, 0).reshape(groups, entries)[:, self._by_cluster].reshape(-1)
+        flat = rows.flatten(0, -2)
+        index = self._by_cluster.repeat(groups)
+        sums = embedding_bag(index, flat, starts.reshape(-1), mode="sum", per_sample_weights=each)
+        return sums.view(groups, *rows.shape[:-2], self.count + 1, rows.shape[-1])[..., :-1, :].movedim(0, -3)
 
     def rows(self, of: Float[Tensor, "*batch c w"]) -> Float[Tensor, "*batch n w"]:
         """The row of each key's cluster; zeros for a key that belongs to none."""
-        return embedding(self._cluster, pad(of, (0, 0, 0, 1)).flatten(0, -2)).view(*self.owner.shape, -1)
+        every = pad(of, (0, 0, 0, 1)).flatten(0, -2)
+        return embedding(self._cluster, every).view(*self.owner.shape, of.shape[-1])
 
-    def peaks(self, entries: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch c"]:
-        """The largest entry of each cluster, −inf for an empty one. Without gradients."""
+    def peaks(self, entries: Float[Tensor, "*batch g n"]) -> tuple[Tensor, Tensor]:
+        """The largest entry of each cluster, (*batch, g, c), −inf for an empty one; and that of each key's cluster."""
+        owner = self.owner.unsqueeze(-2).expand(entries.shape)
         lowest = entries.new_full((*entries.shape[:-1], self.count + 1), -torch.inf)
-        return lowest.scatter_reduce(-1, self.owner, entries, "amax")[..., :-1]
+        peaks = lowest.scatter_reduce(-1, owner, entries, "amax")
+        return peaks[..., :-1], peaks.gather(-1, owner)
 
 
 def joint_features(
@@ -157,26 +169,18 @@ def tangent_slots(
     Σpᵢvᵢ, log weight log Σᵢexp(scale·at·kᵢ) − scale·at·key. At = 0 these are the means and the logarithm of the count;
     −inf for an empty cluster.
     """
-    both = torch.cat([keys, values], -1)
-    found = [_tangents(keys, both, members, query, scale) for query in at.unbind(-3)]
-    rows, log_weight = (torch.stack(parts, at.ndim - 3) for parts in zip(*found, strict=True))
-    centre, value = rows.split([keys.shape[-1], values.shape[-1]], -1)
-    return centre, value, log_weight
-
-
-def _tangents(keys: Tensor, both: Tensor, members: Members, at: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The slots of one group: key and value in a row, and log weight."""
-    logits = scale * (keys * members.rows(at)).sum(-1)
+    d = keys.shape[-1]
+    logits = scale * torch.stack([(keys * members.rows(query)).sum(-1) for query in at.unbind(-3)], -2)
     with torch.no_grad():
-        peak = members.peaks(logits)
+        peak, own_peak = members.peaks(logits)
         full = peak > -torch.inf
-        peak = torch.where(full, peak, 0.0)
-        own_peak = members.rows(peak.unsqueeze(-1)).squeeze(-1)
-    mass = (logits - own_peak).exp()
-    total = torch.where(full, members.sums(mass.unsqueeze(-1)).squeeze(-1), 1.0)
-    rows = members.sums(both, mass) / total.unsqueeze(-1)
-    centre = rows[..., : keys.shape[-1]]
-    return rows, torch.where(full, total.log() + peak - scale * (at * centre).sum(-1), -torch.inf)
+    # Keys, values, and a column of ones, whose sums are the totals.
+    sums = members.weighted_sums(pad(torch.cat([keys, values], -1), (0, 1), value=1.0), (logits - own_peak).exp())
+    total = torch.where(full, sums[..., -1], 1.0)
+    means = sums[..., :-1] / total.unsqueeze(-1)
+    centre = means[..., :d]
+    log_weight = total.log() + torch.where(full, peak, 0.0) - scale * (at * centre).sum(-1)
+    return centre, means[..., d:], torch.where(full, log_weight, -torch.inf)
 
 
 def slot_queries(

@@ -66,11 +66,15 @@ class Head:
         real = self.mask if m == self.k.shape[-2] else self.mask.new_ones(*self.mask.shape[:-1], m)
         return real.repeat(*[1] * (real.ndim - 1), groups)
 
-    def fused(self) -> bool:
-        """Whether the kernels can attend: softmax of (B, H, ...) tensors of one type and width, no dropout."""
+    def fused(self, groups: int | None = None) -> bool:
+        """Whether the kernels can attend: softmax of (B, H, ...) tensors of one type and width, no dropout.
+
+        With so many groups of queries to a key head; by default those that it has.
+        """
         k, v = self.k, self.v
         alike = k.ndim == 4 and k.shape == v.shape and self.queries.dtype == k.dtype == v.dtype
-        return alike and self.loss is None and self.dropout_p == 0 and kernels.preferred(k)
+        few = math.prod(k.shape[:-2]) * (groups or self.queries.shape[-3]) <= kernels.MAX_HEADS
+        return alike and few and self.loss is None and self.dropout_p == 0 and kernels.preferred(k)
 
     def best_at_once(self, choice: Choice | None, masked: bool) -> Part | None:
         """Every query over the best keys, of which the kernels keep the positions alone; None where they cannot.
@@ -106,7 +110,7 @@ class Head:
         order = slots.order
         flat = self.queries.flatten(-3, -2)
         queries = self.queries if order is None else regrouped(flat, order)
-        if self.fused():
+        if self.fused(None if order is None else order.shape[-2]):
             keys, values, log_weight = slots.keys.to(self.k.dtype), slots.values.to(self.k.dtype), slots.log_weight
             if order is not None:
                 keys, values, log_weight = (rows.flatten(1, 2) for rows in (keys, values, log_weight))

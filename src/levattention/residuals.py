@@ -154,7 +154,7 @@ class Cluster:
     tangents: int = 2
     values: float = 1.0
     use_queries: bool = True
-    groups: int = 4
+    groups: int = 8
 
     def __post_init__(self) -> None:
         _require_share(self.heavy)

@@ -132,7 +132,8 @@ def attend_rows(
     seen = total > 0
     safe = torch.where(seen, total, 1.0)
     lse = torch.where(seen, offset + safe.log(), -torch.inf).squeeze(-1)
-    return Part(dropout(weights / safe, dropout_p, dropout_p > 0) @ values, lse)
+    share = weights / safe
+    return Part((dropout(share, dropout_p) if dropout_p > 0 else share) @ values, lse)
 
 
 def merge(parts: list[Part]) -> Part:
