@@ -34,6 +34,9 @@ def run() -> dict:
             "ours, causal": lambda x=plain: la.attend(*x, top_k=KEPT, is_causal=True),
             "full, forward + backward": lambda x=leaves: both(sdpa, x),
             "ours, forward + backward": lambda x=leaves: both(lambda q, k, v: la.attend(q, k, v, top_k=KEPT), x),
+            "ours, clusters, forward + backward": lambda x=leaves: both(
+                lambda q, k, v: la.attend(q, k, v, top_k=KEPT, residual=cluster), x
+            ),
         }
         seconds = medians(contenders, repeats=5 if n < 16384 else 3)
         figures |= {f"{n} {name} s": value for name, value in seconds.items()}
@@ -42,6 +45,7 @@ def run() -> dict:
             ("ours, clusters", "full"),
             ("ours, causal", "full, causal"),
             ("ours, forward + backward", "full, forward + backward"),
+            ("ours, clusters, forward + backward", "full, forward + backward"),
         ):
             figures[f"{n} speed-up, {ours}"] = seconds[full] / seconds[ours]
     return figures
