@@ -378,17 +378,15 @@ COMPILE = """
 COMPILE_LENGTHS = """
     import torch, levattention as la
     for options in (
-        {"top_k": 3}, {"top_k": 3, "window": 2}, {"eps": 0.3}, {"top_k": 3, "is_causal": True, "chunk": 4},
-        {"top_k": 3, "residual": la.residuals.Sample()}, {"top_k": 3, "residual": la.residuals.Cluster()},
-        {"top_k": 3, "loss": la.Power(2), "normaliser": "exact"}, {"top_k": 3, "scorer": la.scorers.Lewis(4)},
+        {"top_k": 3, "window": 2}, {"eps": 0.3, "is_causal": True, "chunk": 9},
+        {"top_k": 3, "residual": la.residuals.Cluster(groups=2, tangents=1)},
     ):
-        for dynamic in (True, None):
-            torch.compiler.reset()
-            call = lambda q: la.attend(q, q, q, **options)
-            fast = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-            for n in (10, 17, 23):
-                q = torch.randn(2, 3, n, 4)
-                torch.testing.assert_close(fast(q), call(q))
+        torch.compiler.reset()
+        call = lambda q: la.attend(q, q, q, **options)
+        fast = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+        for n in (10, 17):
+            q = torch.randn(2, 3, n, 4)
+            torch.testing.assert_close(fast(q), call(q))
     print("compiled")
 """
 

@@ -272,3 +272,18 @@ def test_no_heads_give_no_heads(shape):
     q = torch.randn(shape)
     for residual in (Drop(), Cluster()):
         assert la.attend(q, q, q, top_k=3, residual=residual).shape == shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shown", [1.0, 0.5, 0.05])
+@pytest.mark.parametrize("scale", [1.0, 10.0, 100.0])
+def test_gradients_stay_finite_however_little_a_slot_is_attended_to(scale, shown, dtype):
+    """Logits in the hundreds leave slots with attention below the smallest number, and groups without a query."""
+    generator = torch.Generator().manual_seed(0)
+    for groups in (1, 8):
+        leaves = [scale * torch.randn(2, 2, 70, 16, generator=generator, dtype=dtype) for _ in range(3)]
+        leaves = [x.requires_grad_() for x in leaves]
+        mask = torch.rand(2, 70, generator=generator) < shown
+        mask[:, 0] = True
+        out = la.attend(*leaves, top_k=8, residual=Cluster(groups=groups), key_mask=mask)
+        assert all(g.isfinite().all() for g in torch.autograd.grad(out.square().mean(), leaves))

@@ -192,8 +192,10 @@ def slot_queries(
 ) -> Float[Tensor, "*batch g c d"]:
     """The mean query of each slot in each group, each query counting by the attention it pays to the slot."""
     # A head without any key has only slots of weight −inf, of which no softmax can be taken.
-    usable = (log_weight > -torch.inf).any(-1, keepdim=True)
-    log_weight = torch.where(usable, log_weight, 0.0)
-    share = (scale * queries @ keys.mT + log_weight.unsqueeze(-2)).softmax(-1) * real.unsqueeze(-1).to(keys.dtype)
-    total = share.sum(-2).unsqueeze(-1)
-    return share.mT @ queries / total.clamp(min=torch.finfo(keys.dtype).tiny)
+    usable = log_weight > -torch.inf
+    some = usable.any(-1, keepdim=True)
+    share = (scale * queries @ keys.mT + torch.where(some, log_weight, 0.0).unsqueeze(-2)).log_softmax(-1)
+    # Which share of a slot's attention each query pays. In logarithms: all of it may be too small to divide by.
+    counts = real.unsqueeze(-1) & (usable | ~some).unsqueeze(-2)
+    mean = torch.where(counts, share, torch.finfo(keys.dtype).min).softmax(-2) * counts
+    return mean.mT @ queries
