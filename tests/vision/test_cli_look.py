@@ -84,8 +84,18 @@ def test_eval_resumes_where_it_was(place, monkeypatch, capsys):
     assert [row["method"] for row in rows] == ["full", "norm", "random"]
     code, _, err = run(place, monkeypatch, capsys, "eval", *GOOD, *options, "--resume", "--images", 5)
     assert code == 2
-    assert "made with another images" in err
+    assert "made with another fingerprint and images" in err
     assert json.loads(path.read_text())["rows"] == rows
+    # Rows that are not asked for stay.
+    only = ["--top-k", 3, "--selector", "random", "--out", "found", "--resume"]
+    assert run(place, monkeypatch, capsys, "eval", *GOOD, *only)[0] == 0
+    kept = {(row["method"], row["top1"]) for row in json.loads(path.read_text())["rows"]}
+    assert kept == {(row["method"], row["top1"]) for row in rows}
+    # Another model of the same name is told from this one.
+    save_vit(place / "model.safetensors", tiny_vit(5), PREPARE)
+    code, _, err = run(place, monkeypatch, capsys, "eval", *GOOD, *only)
+    assert code == 2
+    assert "made with another fingerprint" in err
     assert run(place, monkeypatch, capsys, "eval", *GOOD, *options)[0] == 0
     assert json.loads(path.read_text())["rows"][1]["top1"] != 0.25
 

@@ -15,7 +15,7 @@ pytest.importorskip("PIL", reason="pillow is not installed")
 from PIL import Image
 
 from levattention.vision import open_images, pack_images
-from levattention.vision.images import ArrayImages, FileImages
+from levattention.vision.images import ArrayImages, FileImages, read_image
 
 FOUND = [up / "shared" / "data" for up in Path(__file__).resolve().parents if (up / "shared" / "data").is_dir()]
 real = pytest.mark.skipif(not FOUND, reason="no shared/data beside the checkout: CIFAR-10 sheets are missing")
@@ -197,3 +197,25 @@ def test_sources_of_no_known_kind(tmp_path):
         open_images(tmp_path, count=0)
     with pytest.raises(ValueError, match="at least one image"):
         FileImages("none", [], [])
+
+
+def test_labels_follow_the_names_of_the_classes():
+    pixels = torch.zeros(4, 1, 2, 2, dtype=torch.uint8)
+    images = ArrayImages("pets", pixels, torch.tensor([0, 1, 2, 1]), ("cat", "dog", "owl"))
+    ordered = images.require_classes(3, ("owl", "cat", "dog"))
+    assert ordered.labels.tolist() == [1, 2, 0, 2]
+    assert ordered.classes == ("owl", "cat", "dog")
+    assert images.labels.tolist() == [0, 1, 2, 1]
+    assert images.require_classes(3, ("cat", "dog", "owl")) is images
+    assert images.require_classes(3, None) is images
+    with pytest.raises(ValueError, match="expected the model's classes, got others, such as owl"):
+        images.require_classes(3, ("cat", "dog", "cow"))
+
+
+def test_pictures_of_16_bits_and_pictures_too_large_to_open(tmp_path, monkeypatch):
+    grey = np.arange(0, 65536, 4096, np.uint16).reshape(4, 4)
+    Image.fromarray(grey).save(tmp_path / "deep.png")
+    assert torch.equal(read_image(tmp_path / "deep.png"), torch.from_numpy(grey // 256).to(torch.uint8).expand(3, 4, 4))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4)
+    with pytest.raises(ValueError, match="exceeds limit"):
+        read_image(tmp_path / "deep.png")

@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -350,3 +351,21 @@ def test_bad_input_ends_in_one_line(tmp_path):
         assert isinstance(result.exception, ValueError)
         assert message in str(result.exception)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_comes_apart_keeps_its_last_good_checkpoint(tmp_path):
+    """Even where the loss is not shown in between."""
+    recipe = replace(RECIPE, lr=1e30, warmup=0, log_every=1000, save_every=1, overlap_images=0)
+    with pytest.raises(ValueError, match=r"lr: the loss is (nan|inf) at step \d"):
+        train(recipe, halves(160), halves(10), tmp_path / "run", cpu=True)
+    state = tmp_path / "run" / "state.safetensors"
+    assert not state.exists() or all(value.isfinite().all() for value in load_file(state).values())
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("images", "batch"), [(50000, 3), (49, 7), (10, 4), (3, 8)])
+def test_a_test_ends_every_epoch(images, batch):
+    trainer = Trainer(replace(RECIPE, batch=batch, epochs=20), images, cpu=True)
+    ends = [done for done in range(1, min(trainer.steps, 250_001)) if trainer.tested(done)]
+    whole = [-(-epoch * images // batch) for epoch in range(1, 20)]
+    assert ends == sorted({done for done in whole if done < min(trainer.steps, 250_001)})

@@ -129,13 +129,13 @@ def evaluate(
     """Accuracy when every query sees k keys a head, for each way of choosing them, without training."""
     require_extra("vit", *EXTRAS)
     from levattention.vision import evaluate as evaluation
-    from levattention.vision.results import accuracy_table, load_evaluation, save_evaluation, save_plot
+    from levattention.vision.results import accuracy_table, fingerprint, load_evaluation, save_evaluation, save_plot
     from levattention.vision.selectors import TITLES
 
     selectors, budgets = list(dict.fromkeys(selector or TITLES)), sorted(set(top_k or [8, 16, 32, 64, 128]))
     evaluation.require(selectors, budgets, batch)
     net, preprocess, found = opened(model, data, split, images, skip_bad, device)
-    settings = {**described(model, found), "radius": radius, "seed": seed}
+    settings = {**described(model, found), "fingerprint": fingerprint(net, found), "radius": radius, "seed": seed}
     machine = {"device": device, "threads": torch.get_num_threads()}
     done = load_evaluation(out, settings) if resume else []
     rows = []
@@ -154,7 +154,10 @@ def evaluate(
         )
         for row in table:
             rows.append(row)
-            save_evaluation(out, settings, rows, machine)
+            # Rows of an earlier run that have not come up yet, or were not asked for, stay.
+            mine = {(row["method"], row["top_k"]) for row in rows}
+            others = [row for row in done if (row["method"], row["top_k"]) not in mine]
+            save_evaluation(out, settings, rows + others, machine)
     save_plot(out, rows, f"{settings['model']}, {len(found)} images")
     screen.print(accuracy_table(rows, f"{settings['model']}, {len(found)} images, per cent"))
     screen.print(f"Table, numbers and plot: {out}", soft_wrap=True)

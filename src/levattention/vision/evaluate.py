@@ -54,10 +54,10 @@ def evaluate(
         advance: told of images as they are seen.
 
     Raises:
-        ValueError: a selector that does not exist, a budget or batch below 1, or labels that the model does not have.
+        ValueError: a selector that does not exist, a budget or batch below 1, or classes that are not the model's.
     """
     require(selectors, budgets, batch)
-    images.require_classes(model.config.num_labels)
+    images = images.require_classes(model.config.num_labels, getattr(model, "classes", None))
     return _rows(model, images, preprocess, selectors, budgets, batch, radius, seed, list(done), advance)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,18 +50,29 @@ class ImageSet(Dataset):
         """Uint8 (c, h, w)."""
         raise NotImplementedError
 
-    def require_classes(self, count: int) -> ImageSet:
-        """The set itself, if a classifier of so many classes can name all its images.
+    def require_classes(self, count: int, names: Sequence[str] | None = None) -> ImageSet:
+        """The set itself, if a classifier of so many classes, of these names if it has any, can name all its images.
+
+        Where the classes are the same in another order, as folders are in alphabetical order, the set with the
+        classifier's labels.
 
         Raises:
-            ValueError: a label beyond, or a list of classes of another length.
+            ValueError: a label beyond, or a list of classes of another length or with other names.
         """
         highest = int(self.labels.max())
         if highest >= count:
             raise ValueError(f"{self.name}: expected labels 0 to {count - 1} for this model, got {highest}")
         if self.classes is not None and len(self.classes) != count:
             raise ValueError(f"{self.name}: expected {count} classes as in the model, got {len(self.classes)}")
-        return self
+        if names is None or self.classes is None or self.classes == tuple(names):
+            return self
+        if sorted(self.classes) != sorted(names):
+            other = sorted(set(self.classes) - set(names))[:SHOWN]
+            raise ValueError(f"{self.name}: expected the model's classes, got others, such as {', '.join(other)}")
+        place = torch.tensor([list(names).index(name) for name in self.classes])
+        ordered = copy.copy(self)
+        ordered.labels, ordered.classes = place[self.labels], tuple(names)
+        return ordered
 
 
 class ArrayImages(ImageSet):
@@ -128,8 +140,15 @@ def read_image(path: Path) -> Tensor:
     """An image file in colour, uint8 (3, h, w)."""
     from PIL import Image
 
-    with Image.open(path) as image:
-        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    try:
+        with Image.open(path) as image:
+            if image.mode.startswith("I;16"):
+                # Pillow would cut 16 bits off at 255.
+                grey = torch.from_numpy((np.asarray(image) // 256).astype(np.uint8))
+                return grey.expand(3, -1, -1).clone()
+            return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    except Image.DecompressionBombError as error:
+        raise ValueError(str(error)) from None
 
 
 def _readable(paths: Sequence[Path], advance: Callable[[int], Any] | None) -> list[bool]:

@@ -86,7 +86,8 @@ def load_vit(source: str | Path) -> tuple[Any, Preprocess]:
     """(model, preprocess): transformers' image classifier in fp32, for inference, and what turns images into its input.
 
     A checkpoint of ours gets the attention that it was trained with (`use_full_attention` undoes it), which
-    `model.selection` tells: None for full attention, in models from elsewhere too.
+    `model.selection` tells: None for full attention, in models from elsewhere too. `model.classes` are the names of its
+    classes in order; None where they are not known.
 
     Args:
         source: a checkpoint of ours, file or folder; a Hugging Face folder or id; a safetensors file with timm's names.
@@ -163,7 +164,7 @@ def _load_file(path: Path) -> tuple[Any, Preprocess]:
         if (path.parent / "config.json").is_file() and path.name == WEIGHTS:
             return _load_huggingface(str(path.parent))
         model = vit_from_timm(path)
-        model.selection = None
+        model.selection = model.classes = None
         size, channels = _input_size(model)
         return model, Preprocess(IMAGENET_MEAN[:channels], IMAGENET_STD[:channels], size, channels)
     from transformers import ViTConfig
@@ -175,6 +176,7 @@ def _load_file(path: Path) -> tuple[Any, Preprocess]:
     except RuntimeError as error:
         raise ValueError(f"{path}: the weights do not fit its config ({error})") from None
     model.selection = None if about["selection"] is None else Selection(**about["selection"])
+    model.classes = None if about["classes"] is None else tuple(about["classes"])
     numbers = about["preprocess"]
     preprocess = Preprocess(**numbers | {name: tuple(numbers[name]) for name in ("mean", "std")})
     return apply_selection(model.eval(), model.selection), preprocess
@@ -193,9 +195,11 @@ def _load_huggingface(source: str) -> tuple[Any, Preprocess]:
     except (OSError, ValueError):
         about = {}
     mean, std = about.get("image_mean") or IMAGENET_MEAN, about.get("image_std") or IMAGENET_STD
+    if about.get("do_normalize") is False:
+        mean, std = (0.0,) * channels, (1.0,) * channels
     resized = about.get("size") or {}
     shorter = resized.get("shortest_edge") or (about.get("do_center_crop") and resized.get("height")) or size
-    model.selection = None
+    model.selection = model.classes = None
     return model, Preprocess(tuple(mean[:channels]), tuple(std[:channels]), size, channels, min(1.0, size / shorter))
 
 

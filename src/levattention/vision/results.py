@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 from torch import Tensor
 
 from levattention.pages import photo, picture, write
 from levattention.vision.evaluate import FULL, Row
+from levattention.vision.images import ImageSet
 from levattention.vision.selectors import title
 from levattention.vision.structure import KINDS, Structure
 
@@ -74,6 +77,16 @@ def save_evaluation(
     held = {**settings, "machine": machine, "rows": list(rows)}
     write(out / "eval.json", json.dumps(held, indent=1, allow_nan=False).encode())
     write(out / "eval.md", markdown(rows).encode())
+
+
+def fingerprint(model: Any, images: ImageSet) -> str:
+    """Twelve digits that tell a model's weights and the images' labels from others of the same name."""
+    held = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        held.update(name.encode())
+        held.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    held.update(images.labels.numpy().tobytes())
+    return held.hexdigest()[:12]
 
 
 def load_evaluation(out: Path, settings: dict[str, Any]) -> list[Row]:

@@ -61,8 +61,8 @@ def train(
     Raises:
         ValueError: images that the recipe's model does not take, or a checkpoint of another run.
     """
-    for given in (training, test):
-        given.require_classes(recipe.shape.classes)
+    training = training.require_classes(recipe.shape.classes)
+    test = test.require_classes(recipe.shape.classes, training.classes)
     trainer = Trainer(recipe, len(training), cpu)
     main = trainer.accelerator.is_main_process
     about = {"recipe": recipe.as_dict(), "data": training.name, "images": len(training), "steps": trainer.steps}
@@ -83,18 +83,22 @@ def train(
     for step, (images, labels, generator) in enumerate(trainer.feed(training, workers)(first, trainer.steps), first):
         loss = trainer.step(step, images, labels, generator)
         done = step + 1
-        if done % recipe.log_every == 0 or done == trainer.steps:
+        shown = done % recipe.log_every == 0 or done == trainer.steps
+        tested = trainer.tested(done)
+        saved = tested or done % recipe.save_every == 0
+        # A run that has come apart must not replace a good checkpoint.
+        if shown or saved:
             value, now = trainer.mean(loss), time.perf_counter()
             if not math.isfinite(value):
                 raise ValueError(f"lr: the loss is {value} at step {done}: expected one that a lower lr keeps finite")
+        if shown:
             rate = (done - logged) * recipe.batch / (now - seen)
             seen, logged = now, done
             line = write({**trainer.place(done), "loss": value, "images_per_second": round(rate, 1)})
-        tested = trainer.tested(done)
         if tested:
-            line = write({**trainer.place(done), **trainer.test(test), "seconds": round(spent + seen - began, 1)})
+            line = write({**trainer.place(done), **trainer.test(test), "seconds": round(spent + now - began, 1)})
             seen, logged = time.perf_counter(), done
-        if main and (tested or done % recipe.save_every == 0):
+        if main and saved:
             seconds = spent + time.perf_counter() - began
             facts = {"step": done, "steps": trainer.steps, "seconds": round(seconds, 1), "data": training.name}
             facts |= {name: line[name] for name in ("top1", "top1_interval") if tested}
@@ -116,7 +120,7 @@ class Trainer:
         from accelerate import Accelerator
 
         self.recipe = recipe
-        self.epoch = images / recipe.batch
+        self.images, self.epoch = images, images / recipe.batch
         self.steps = recipe.steps(images)
         # Autocast is our own: accelerate's is set once for a process, whatever runs in it later.
         self.accelerator = Accelerator(mixed_precision="no", cpu=cpu)
@@ -194,7 +198,8 @@ class Trainer:
             return True
         if self.recipe.test_every:
             return done % self.recipe.test_every == 0
-        return int(done / self.epoch) > int((done - 1) / self.epoch)
+        batch = self.recipe.batch
+        return done * batch // self.images > (done - 1) * batch // self.images
 
     def test(self, images: ImageSet) -> dict[str, Any]:
         """Accuracy on the images with the attention in use, and the overlap of U with the important keys."""
