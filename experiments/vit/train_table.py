@@ -26,7 +26,7 @@ from typing import Any
 # At once, here: transformers brings in its parts when they are asked for, and fails where two threads ask together.
 from transformers import ViTConfig, ViTForImageClassification  # noqa: F401
 
-from levattention.vision import load_vit, open_images
+from levattention.vision import Recipe, load_recipe, load_vit, open_images
 from levattention.vision.evaluate import evaluate
 from levattention.vision.runfolder import read_metrics
 
@@ -41,40 +41,45 @@ SELECTORS = ("leverage", "norm", "random", "local", "sample", "cluster")
 PROGRAM = "from levattention.cli import main; main()"
 
 
-def finished(folder: Path) -> dict[str, Any] | None:
-    """The last test of a run that reached its end."""
+def finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
+    """The last test of a run of this recipe that reached its end."""
     if not (folder / "metrics.jsonl").is_file():
         return None
+    about = json.loads((folder / "recipe.json").read_text())
+    if about["recipe"] != json.loads(json.dumps(recipe.as_dict())):
+        return None  # which `--resume` will refuse, saying what differs
     lines = [line for line in read_metrics(folder) if "top1" in line]
-    steps = json.loads((folder / "recipe.json").read_text())["steps"]
-    return lines[-1] if lines and lines[-1]["step"] == steps else None
+    return lines[-1] if lines and lines[-1]["step"] == about["steps"] else None
 
 
 def run(row: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
     """Train a row, or go on with it; its last test."""
     folder = given.out / f"{row}-seed{seed}"
-    if finished(folder) is None:
+    # Random positions are drawn anew with each seed.
+    drawn = [f"selection.seed={seed * 1000}"] if row.endswith("random_32") else []
+    changes = [f"seed={seed}", *drawn, *given.set]
+    recipe = load_recipe(f"{given.recipes}:{row}", dict(change.split("=", 1) for change in changes))
+    if finished(folder, recipe) is None:
         command = [sys.executable, "-c", PROGRAM, "vit", "train", f"{given.recipes}:{row}", "--data", str(given.data)]
-        command += ["--out", str(folder), "--resume", "--set", f"seed={seed}"]
-        # Random positions are drawn anew with each seed.
-        command += ["--set", f"selection.seed={seed * 1000}"] if row.endswith("random_32") else []
-        command += [part for change in given.set for part in ("--set", change)]
+        command += ["--out", str(folder), "--resume"]
+        command += [part for change in changes for part in ("--set", change)]
         command += ["--count", str(given.count)] if given.count else []
         command += ["--test-count", str(given.test_count)] if given.test_count else []
         subprocess.run(command + (["--cpu"] if given.cpu else []), check=True)
-    last = finished(folder)
+    last = finished(folder, recipe)
     assert last is not None
     return last
 
 
 def untrained(folder: Path, given: argparse.Namespace) -> dict[str, float]:
     """Top-1 of a softmax-trained model under each selector and budget."""
-    kept = folder / "selectors.json"
-    if kept.is_file():
+    count = given.selector_count or given.test_count
+    kept = folder / f"selectors-{count or 'all'}.json"
+    if kept.is_file() and kept.stat().st_mtime >= (folder / "model.safetensors").stat().st_mtime:
         return json.loads(kept.read_text())
     model, preprocess = load_vit(folder)
     model.to("cpu" if given.cpu else "cuda")
-    images = open_images(given.data, split="test", count=given.selector_count or given.test_count)
+    images = open_images(given.data, split="test", count=count)
     rows = evaluate(model, images, preprocess, selectors=SELECTORS, budgets=BUDGETS, batch=100)
     found = {f"{row['method']} {row['top_k']}": row["top1"] for row in rows if row["top_k"] is not None}
     kept.write_text(json.dumps(found, indent=1))

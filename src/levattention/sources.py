@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -125,6 +126,12 @@ def _parquet_width(path: Path, schema: Any, column: str | None) -> int:
     if str(first) not in ("halffloat", "float", "double"):
         raise ValueError(f"{path}: expected float16, float32 or float64, got {first}")
     return width
+
+
+def leftovers(path: Path) -> list[Path]:
+    """Temporary files that `replacing(path)` left when its process was killed."""
+    named = re.compile(re.escape(f".{path.stem}.") + "[0-9a-f]{32}" + re.escape(path.suffix))
+    return [other for other in path.parent.glob(".*") if named.fullmatch(other.name)]
 
 
 @contextmanager

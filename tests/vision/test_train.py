@@ -369,3 +369,16 @@ def test_a_test_ends_every_epoch(images, batch):
     ends = [done for done in range(1, min(trainer.steps, 250_001)) if trainer.tested(done)]
     whole = [-(-epoch * images // batch) for epoch in range(1, 20)]
     assert ends == sorted({done for done in whole if done < min(trainer.steps, 250_001)})
+
+
+def test_what_a_kill_left_behind_is_cleared_away(tmp_path):
+    """Half-written files of a run that was killed are neither somebody's files nor kept."""
+    torn = [tmp_path / f".{name}.{'0a' * 16}.{kind}" for name, kind in (("recipe", "json"), ("state", "safetensors"))]
+    for path in torn:
+        path.write_bytes(b"half")
+    RunFolder(tmp_path, {"recipe": {}}, resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.json"]
+    (tmp_path / "recipe.json").unlink()
+    (tmp_path / ".state.mine.safetensors").write_bytes(b"mine")
+    with pytest.raises(ValueError, match="got other files"):
+        RunFolder(tmp_path, {"recipe": {}}, resume=True)

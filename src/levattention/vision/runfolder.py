@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from levattention.sources import replacing
+from levattention.sources import leftovers, replacing
 from levattention.statefile import load_state, save_state
 
 RECIPE, METRICS, STATE, WEIGHTS = "recipe.json", "metrics.jsonl", "state.safetensors", "model.safetensors"
+FILES = (STATE, METRICS, WEIGHTS, RECIPE)
 KIND = "training run"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -34,8 +35,12 @@ class RunFolder:
         self.path, self.writes = Path(path), writes
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path}: expected a folder for the run, got a file")
-        if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / RECIPE).is_file():
+        torn = [path for name in FILES for path in leftovers(self.path / name)]
+        others = set(self.path.iterdir()) - set(torn) if self.path.is_dir() else set()
+        if others and not (self.path / RECIPE).is_file():
             raise ValueError(f"{self.path}: expected an empty folder or one of an earlier run, got other files")
+        for path in torn if writes else ():
+            path.unlink(missing_ok=True)
         # Without a checkpoint there is nothing to go on from. Who only looks finds one if the writer left it.
         self.resumes = (resume or not writes) and (self.path / STATE).is_file()
         if self.resumes:
@@ -43,7 +48,7 @@ class RunFolder:
         if self.resumes or not writes:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        for name in (STATE, METRICS, WEIGHTS, RECIPE):
+        for name in FILES:
             (self.path / name).unlink(missing_ok=True)
         with replacing(self.path / RECIPE) as temporary:
             temporary.write_text(json.dumps(about, indent=1))
