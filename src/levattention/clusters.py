@@ -6,7 +6,7 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, embedding_bag, pad
+from torch.nn.functional import embedding_bag, pad
 
 from levattention._shapes import Bool, Float, Int64
 from levattention.slots import gather_rows
@@ -31,10 +31,10 @@ class Members:
         heads = math.prod(owner.shape[:-1])
         first = torch.arange(heads, device=owner.device).unsqueeze(-1) * (count + 1)
         # Clusters, and those of no cluster after them, are counted through over the batch.
-        self._cluster = (owner.reshape(heads, owner.shape[-1]) + first).reshape(-1)
-        self._by_cluster = self._cluster.argsort(stable=True)
+        cluster = (owner.reshape(heads, owner.shape[-1]) + first).reshape(-1)
+        self._by_cluster = cluster.argsort(stable=True)
         every = torch.arange(heads * (count + 1), device=owner.device)
-        self._starts = torch.searchsorted(self._cluster[self._by_cluster], every)
+        self._starts = torch.searchsorted(cluster[self._by_cluster], every)
 
     def sums(self, rows: Float[Tensor, "*batch n w"]) -> Float[Tensor, "*batch c w"]:
         """The sum of the rows of each cluster."""
@@ -55,8 +55,7 @@ class Members:
 
     def rows(self, of: Float[Tensor, "*batch c w"]) -> Float[Tensor, "*batch n w"]:
         """The row of each key's cluster; zeros for a key that belongs to none."""
-        every = pad(of, (0, 0, 0, 1)).flatten(0, -2)
-        return embedding(self._cluster, every).view(*self.owner.shape, of.shape[-1])
+        return gather_rows(pad(of, (0, 0, 0, 1)), self.owner)
 
     def peaks(self, entries: Float[Tensor, "*batch g n"]) -> tuple[Tensor, Tensor]:
         """The largest entry of each cluster, (*batch, g, c), −inf for an empty one; and that of each key's cluster."""
@@ -106,9 +105,9 @@ def k_means(
 
     With many points seeds and centres are found from some of them, then all are assigned.
     """
-    some, usable = points, light
-    if points.shape[-2] > max(SEED_ROWS, ROWS_PER_SEED * count):
-        index = outliers_and_others(points, form, light, max(SEED_ROWS, ROWS_PER_SEED * count))
+    some, usable, enough = points, light, max(SEED_ROWS, ROWS_PER_SEED * count)
+    if points.shape[-2] > enough:
+        index = outliers_and_others(points, form, light, enough)
         some, usable = gather_rows(points, index), light.gather(-1, index)
     centres = gather_rows(some, farthest_first(some, form, usable, count))
     shown = usable.unsqueeze(-1).to(some.dtype)
